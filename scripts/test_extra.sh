@@ -18,6 +18,7 @@ tests_of() {
         gpl-codecs) echo "tests/data/dicom/test_dicom_files.py" ;;
         volumes) echo "tests/data/volumes/test_nifti.py" ;;
         weights) echo "tests/encoders/test_wheel_weights.py" ;;
+        reports) echo "tests/data/reports/test_radeval.py" ;;
         bench) echo "tests/test_scripts.py" ;;
         *) echo "medvl has no extra $1 with tests" >&2; return 1 ;;
     esac

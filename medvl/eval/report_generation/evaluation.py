@@ -12,20 +12,21 @@ import numpy as np
 
 from medvl.common.files import sha256
 from medvl.data.grounded import read_grounded
+from medvl.data.loading.sources import Source
+from medvl.data.loading.studies import by_study
 from medvl.data.privacy import Deidentifier, default_salt_file
 from medvl.data.reports.labeler import Conventions, conventions_named, label_report
 from medvl.data.shards.format import Manifest
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.full_pass import input_hashes
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics
-from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import LineFields, Lines, OutputFolder, PageHeader, Results, number
 from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
 from medvl.eval.html.page import Card, Cards, Deck, Page, header_facts, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.registry import register_evaluation
-from medvl.eval.report_generation import external
-from medvl.eval.report_generation.generate import count_cut, generate_by_decoding
+from medvl.eval.report_generation.external import ExternalOptions
+from medvl.eval.report_generation.generate import count_cut, generate_by_decoding, write_studies
 from medvl.eval.report_generation.grounded import grounded_metrics, labeler_judge
 from medvl.eval.report_generation.metrics import (
     MEANS,
@@ -47,12 +48,17 @@ from medvl.eval.report_generation.protocol import (
     GeneratedReport,
     ReportResult,
     evaluate_reports,
-    floors_of,
     read_reports,
     references_of,
     score_metrics,
 )
-from medvl.eval.report_generation.rexrank import read_rexrank, study_reports
+from medvl.eval.report_generation.rexrank import (
+    RexrankStudy,
+    list_source,
+    read_rexrank,
+    study_reports,
+    write_rexrank,
+)
 from medvl.eval.trial import Column, Task, Trial
 from medvl.models.fusion_encoders.medvill import MedViLL
 from medvl.models.report_generators.base import ReportGenerator
@@ -291,51 +297,6 @@ class DecodingOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExternalOptions:
-    """Scores by other tools, of the reports in the order of predictions.jsonl."""
-
-    chexbert: tuple[Path, Path] | None = None
-    """two files of CheXbert's label.py: of the generated reports and of the references"""
-    radgraph: tuple[Path, Path] | None = None
-    """two files of RadGraph's annotations: of the generated reports and of the references"""
-    metric_scores: Path | None = None
-    """file of CXR-Report-Metric (CSV), or of RadEval with per_sample=True (JSON)"""
-
-    def read(
-        self, reports: Sequence[GeneratedReport], uncertain: Uncertain
-    ) -> tuple[dict[str, Array], list[MetricGroup]]:
-        """Return the scores of each report by name, and the metrics that are no means of them."""
-        scores: dict[str, Array] = {}
-        groups: list[MetricGroup] = []
-        floors = {} if self.chexbert is None and self.radgraph is None else floors_of(reports)
-        if self.chexbert is not None:
-            texts = [(report.generated, report.reference) for report in reports]
-            groups += external.chexbert_metrics(*self.chexbert, texts, uncertain, floors)
-        if self.radgraph is not None:
-            ours, theirs = (external.read_radgraph(path, len(reports)) for path in self.radgraph)
-            scores |= external.radgraph_scores(ours, theirs)
-            groups += external.radgraph_floors(ours, theirs, floors)
-        if self.metric_scores is not None:
-            found = external.read_scores(self.metric_scores, len(reports))
-            if external.RADCLIQ in found:
-                groups.append(external.inverse_radcliq(found[external.RADCLIQ]))
-            scores |= found
-        return scores, groups
-
-    def inputs(self) -> dict[str, str]:
-        """Return the hashes of the files that are read."""
-        named = {"chexbert": self.chexbert, "radgraph": self.radgraph}
-        hashes = {
-            f"{name}_{side}": sha256(path)
-            for name, pair in named.items()
-            for side, path in zip(("generated", "references"), pair or (), strict=False)
-        }
-        if self.metric_scores is not None:
-            hashes["metric_scores"] = sha256(self.metric_scores)
-        return hashes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Reports:
     """Reports to evaluate, and their origin."""
 
@@ -384,8 +345,11 @@ class ReportGeneration(Evaluation):
     """
     rexrank: Path | None = None
     """reports of another system as ReXrank reads them, instead of a checkpoint: a JSON list of
-    studies with model_prediction. One row is a study
+    studies with model_prediction. Or with a checkpoint: the list of studies that it writes
+    reports of, into prediction.json. One row is a study
     """
+    images: Path | None = None
+    """root of the images of --rexrank, for a checkpoint"""
     sections: tuple[str, ...] = ("findings", "impression")
     """sections of the references; those that the model was trained to generate"""
     phantom_truth: Path | None = None
@@ -413,17 +377,26 @@ class ReportGeneration(Evaluation):
         given = [
             path for path in (self.checkpoint, self.predictions, self.rexrank) if path is not None
         ]
-        if len(given) != 1:
-            message = "give exactly one of --checkpoint, --predictions and --rexrank"
+        answers = self.images is not None and self.predictions is None and len(given) == 2
+        if len(given) != 1 and not answers:
+            message = (
+                "give exactly one of --checkpoint, --predictions and --rexrank, or --checkpoint "
+                "and --rexrank with the root of its --images"
+            )
             raise ConfigError(message, "conflict", field="checkpoint")
+        if self.images is not None and not answers:
+            message = "images are those of a list for a checkpoint; give --checkpoint and --rexrank"
+            raise ConfigError(message, "conflict", field="images")
         return options.folder(given[0], "report_generation")
 
     def run(self, setup: Setup) -> Outcome:
         """Generate or read the reports, and evaluate."""
-        if self.checkpoint is not None:
+        if self.rexrank is not None:
+            written = self._from_rexrank(setup)
+        elif self.checkpoint is not None:
             written = self._from_checkpoint(setup)
         else:
-            written = self._from_file(setup) if self.predictions else self._from_rexrank(setup)
+            written = self._from_file(setup)
         scores, extra = self.external.read(written.reports, self.uncertain)
         result = evaluate_reports(
             written.reports,
@@ -476,20 +449,42 @@ class ReportGeneration(Evaluation):
 
     def _from_rexrank(self, setup: Setup) -> _Reports:
         assert self.rexrank is not None
-        studies = read_rexrank(self.rexrank)
+        answered = self.rexrank
+        studies = read_rexrank(answered)
+        setup.settle()
+        if self.checkpoint is not None:
+            answered = self._answer(setup, studies)
+            studies = read_rexrank(answered)
         reports = study_reports(studies, self.sections)
         if not reports:
             message = f"{self.rexrank}: no study has a section {' or '.join(self.sections)}"
             raise EvaluationError(message, "empty", field="sections")
-        setup.settle()
         return _Reports(
             reports=reports,
-            name=str(self.rexrank),
+            name=str(self.checkpoint or self.rexrank),
             config={"unit": "study"},
-            inputs={"predictions": sha256(self.rexrank)},
+            inputs={"predictions": sha256(answered)},
             data=str(self.rexrank),
             details={"without_reference": len(studies) - len(reports)},
         )
+
+    def _answer(self, setup: Setup, studies: Mapping[str, RexrankStudy]) -> Path:
+        """Write the reports of the checkpoint beside the results; return the file."""
+        assert self.checkpoint is not None
+        assert self.rexrank is not None
+        assert self.images is not None
+        model = setup.model(self.checkpoint, (ReportGenerator,), "give the checkpoint of an R2Gen")
+        source: Source = list_source(studies, self.images)
+        inputs = model.inputs.for_writing
+        # Models of one image read the key image of each study.
+        source = source if inputs.by_study else by_study(source)
+        loader = setup.loader(source, model, inputs=inputs)
+        decodings = self.decoding.decodings()
+        decoding = decodings.get("beam search", decodings["greedy"])
+        texts = write_studies(model, loader, decoding, self.sections)
+        folder = setup.folder or Path()
+        folder.mkdir(parents=True, exist_ok=True)
+        return write_rexrank(self.rexrank, folder / "prediction.json", texts)
 
     def _from_checkpoint(self, setup: Setup) -> _Reports:
         assert self.checkpoint is not None

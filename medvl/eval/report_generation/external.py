@@ -22,6 +22,8 @@ images, and one reference for all images.
 Shape letters: N reports, L findings.
 """
 
+import dataclasses
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,9 +32,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from medvl.common.files import sha256
 from medvl.common.text_files import read_csv_rows, read_text
 from medvl.common.untrusted import parse_json
-from medvl.errors import EvaluationError
+from medvl.data.reports.radeval import open_radeval
+from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics
 from medvl.eval.core.metrics import Array
 from medvl.eval.report_generation.metrics import (
@@ -42,9 +46,10 @@ from medvl.eval.report_generation.metrics import (
     positive_findings,
     words,
 )
-from medvl.eval.report_generation.protocol import Floor
+from medvl.eval.report_generation.protocol import Floor, GeneratedReport, floors_of
 from medvl.schema import FINDINGS
 
+_LOG = logging.getLogger(__name__)
 CHEXBERT = "CheXbert"
 """Subgroup of the rows from CheXbert's labels."""
 SCORES = ("bleu_score", "bertscore", "semb_score", "radgraph_combined", "RadCliQ-v0", "RadCliQ-v1")
@@ -168,6 +173,37 @@ def read_scores(path: Path, reports: int) -> dict[str, Array]:
     scores = read(path)
     for score_N in scores.values():
         _check_count(path, len(score_N), reports, "scores")
+    return with_radcliq(scores)
+
+
+def radeval_scores(
+    metrics: Sequence[str], texts: Sequence[tuple[str, str]]
+) -> tuple[dict[str, Array], dict[str, str]]:
+    """Return the scores of each report by RadEval, and why the other metrics have none.
+
+    Args:
+        metrics: names of RadEval, such as bleu, rouge, bertscore, radgraph, f1chexbert, radcliq.
+        texts: (generated text, reference) of each report.
+
+    Raises ConfigError where RadEval is not installed.
+    """
+    scores: dict[str, Array] = {}
+    missing: dict[str, str] = {}
+    for metric in metrics:
+        try:
+            score = open_radeval(metric)
+        except ConfigError as error:
+            if error.code == "not_found":
+                raise
+            missing[metric] = str(error)
+            continue
+        found = score([text for text, _ in texts], [reference for _, reference in texts])
+        scores |= {name: np.array(values) for name, values in found.items()}
+    return with_radcliq(scores), missing
+
+
+def with_radcliq(scores: dict[str, Array]) -> dict[str, Array]:
+    """Return scores with RadCliQ-v1, where they have its parts and not the metric."""
     if RADCLIQ not in scores and all(name in scores for name in RADCLIQ_PARTS):
         radgraph_N, bertscore_N, chexbert_N, bleu2_N = (scores[name] for name in RADCLIQ_PARTS)
         scores[RADCLIQ] = radcliq_v1(
@@ -310,3 +346,53 @@ def _f1(generated: Iterable[Any], reference: Iterable[Any]) -> float:
     ours = set(generated)
     theirs = set(reference)
     return 2 * len(ours & theirs) / (len(ours) + len(theirs)) if ours and theirs else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExternalOptions:
+    """Scores by other tools, of the reports in the order of predictions.jsonl."""
+
+    chexbert: tuple[Path, Path] | None = None
+    """two files of CheXbert's label.py: of the generated reports and of the references"""
+    radgraph: tuple[Path, Path] | None = None
+    """two files of RadGraph's annotations: of the generated reports and of the references"""
+    metric_scores: Path | None = None
+    """file of CXR-Report-Metric (CSV), or of RadEval with per_sample=True (JSON)"""
+    radeval: tuple[str, ...] = ()
+    """metrics of RadEval (`pip install 'medvl[reports]'`), such as radgraph f1chexbert bertscore.
+    Those whose weights cannot be had are named
+    """
+
+    def read(
+        self, reports: Sequence[GeneratedReport], uncertain: Uncertain
+    ) -> tuple[dict[str, Array], list[MetricGroup]]:
+        """Return the scores of each report by name, and the metrics that are no means of them."""
+        texts = [(report.generated, report.reference) for report in reports]
+        scores, missing = radeval_scores(self.radeval, texts)
+        for reason in missing.values():
+            _LOG.warning("%s", reason)
+        groups: list[MetricGroup] = []
+        floors = {} if self.chexbert is None and self.radgraph is None else floors_of(reports)
+        if self.chexbert is not None:
+            groups += chexbert_metrics(*self.chexbert, texts, uncertain, floors)
+        if self.radgraph is not None:
+            ours, theirs = (read_radgraph(path, len(reports)) for path in self.radgraph)
+            scores |= radgraph_scores(ours, theirs)
+            groups += radgraph_floors(ours, theirs, floors)
+        if self.metric_scores is not None:
+            scores |= read_scores(self.metric_scores, len(reports))
+        if RADCLIQ in scores:
+            groups.append(inverse_radcliq(scores[RADCLIQ]))
+        return scores, groups
+
+    def inputs(self) -> dict[str, str]:
+        """Return the hashes of the files that are read."""
+        named = {"chexbert": self.chexbert, "radgraph": self.radgraph}
+        hashes = {
+            f"{name}_{side}": sha256(path)
+            for name, pair in named.items()
+            for side, path in zip(("generated", "references"), pair or (), strict=False)
+        }
+        if self.metric_scores is not None:
+            hashes["metric_scores"] = sha256(self.metric_scores)
+        return hashes

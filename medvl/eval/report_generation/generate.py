@@ -17,6 +17,7 @@ from medvl.eval.core.metric_rows import subgroups_of
 from medvl.eval.report_generation.metrics import Uncertain, positive_findings
 from medvl.eval.report_generation.protocol import GeneratedReport, evaluate_reports
 from medvl.models.base import evaluating
+from medvl.models.report_generators.cxrmate import CXRMate
 from medvl.models.text_decoding import Decoding, Generated
 from medvl.schema import FINDINGS, Batch, ConventionsName, Sample
 
@@ -177,6 +178,37 @@ def decode_texts(
         for start in starts
     ]
     return [(texts[index], ended[index]) for index in chosen]
+
+
+def write_studies(
+    model: ReportWriter, loader: ImageLoader, decoding: Decoding, sections: Sequence[str]
+) -> dict[str, str]:
+    """Return the text of each study of a loader, as ReXrank's scripts read it: "Findings: ...
+    Impression: ..." of a model that writes both, else its text under the name of a single section.
+
+    Raises ConfigError where the model has no tokenizer.
+    """
+    if model.tokenizer is None:
+        message = "report generation needs a tokenizer: create_model(..., tokenizer=FOLDER)"
+        raise ConfigError(message, "missing", field="tokenizer")
+    texts: dict[str, str] = {}
+    with evaluating(model):
+        for batch in loader:
+            assert batch.studies is not None, "loaders of studies name them"
+            if isinstance(model, CXRMate) and model.config.sections:
+                written = model.write_sections(batch.to(model.device), decoding=decoding)
+                parts = [
+                    f"Findings: {findings or None} Impression: {impression or None}"
+                    for findings, impression in written
+                ]
+            else:
+                heading = f"{sections[0].capitalize()}: " if len(sections) == 1 else ""
+                parts = [
+                    heading + text
+                    for text, _ in decode_texts(model, model.tokenizer, batch, decoding)
+                ]
+            texts |= zip(batch.studies, parts, strict=True)
+    return texts
 
 
 def _labels(

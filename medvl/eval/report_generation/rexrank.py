@@ -17,9 +17,11 @@ from typing import Any
 from medvl.common.files import write_atomic
 from medvl.common.text_files import read_text
 from medvl.common.untrusted import parse_json
+from medvl.data.loading.sources import FileSource
 from medvl.data.reports.sentences import join_texts
 from medvl.errors import EvaluationError
 from medvl.eval.report_generation.protocol import GeneratedReport
+from medvl.schema import Sample
 
 PREDICTION = "model_prediction"
 _SECTIONS = ("findings", "impression")
@@ -42,6 +44,8 @@ class RexrankStudy:
     """Path of the image for models that read one."""
     sections: Mapping[str, str]
     """Findings and impression, of those that the study has."""
+    views: tuple[str | None, ...]
+    """View of each image; None: unknown."""
     context: Mapping[str, str]
     """Age, gender, indication and comparison, of those that the study has."""
     prediction: str | None
@@ -81,6 +85,33 @@ def write_rexrank(list_path: Path | str, out_path: Path | str, texts: Mapping[st
         raise EvaluationError(message, "mismatch", field="texts")
     rows = {study: {**fields, PREDICTION: texts[study]} for study, fields in listed.items()}
     return write_atomic(Path(out_path), json.dumps(rows, indent=4, ensure_ascii=False) + "\n")
+
+
+def list_source(studies: Mapping[str, RexrankStudy], root: Path) -> FileSource:
+    """Return the images of a list below a folder, the key image of each study first, with findings,
+    impression, and the context as sections.
+
+    Raises EvaluationError where an image is missing.
+    """
+    samples = []
+    for study in studies.values():
+        for number, (path, view) in enumerate(zip(study.images, study.views, strict=True)):
+            if not (root / path).is_file():
+                message = f"image {path} of study {study.study} is not in {root}"
+                raise EvaluationError(message, "not_found", field="images")
+            sample = Sample(
+                key=f"{study.study}#{number}",
+                corpus="rexrank",
+                split="test",
+                patient=study.patient,
+                study=study.study,
+                image=root / path,
+                sections={**study.context, **study.sections},
+                view=view,
+                extra={"image_number": 0 if path == study.key_image else number + 1},
+            )
+            samples.append(sample)
+    return FileSource(samples, ())
 
 
 def study_reports(
@@ -172,11 +203,19 @@ def _study(study: str, fields: Mapping[str, Any], path: Path) -> RexrankStudy:
         patient=_patient(study, fields.get("subject_id")),
         # A path that begins with "/" would replace the root that it is joined to.
         images=tuple(image.lstrip("/") for image in images),
+        views=_views(fields.get("frontal_lateral"), len(images)),
         key_image=key_image.lstrip("/") if isinstance(key_image, str) else None,
         sections={name: text for name, text in sections.items() if text},
         context={name: text for name, text in context.items() if text},
         prediction=prediction if isinstance(prediction, str) else None,
     )
+
+
+def _views(listed: object, images: int) -> tuple[str | None, ...]:
+    """Return the view of each image; lists of another length, which exist, tell nothing."""
+    if not isinstance(listed, list) or len(listed) != images:
+        return (None,) * images
+    return tuple(view if isinstance(view, str) else None for view in listed)
 
 
 def _patient(study: str, subject: object) -> str:

@@ -37,9 +37,9 @@ from medvl.models.report_generators.parts.rewards import (
     advantages,
     policy,
     sample_texts,
-    text_rewards,
     uniform_numbers,
 )
+from medvl.models.report_generators.parts.text_rewards import text_rewards
 from medvl.models.text_decoding import Decoding, Generated, NextToken, search
 from medvl.schema import Batch, Losses
 
@@ -184,11 +184,14 @@ class ReportGenerator(System):
             self._texts(sampled.ids_NT, sampled.mask_NT),
             references,
             sampled.ended_N.tolist(),
+            config.text_encoder,
         ).to(device)
         baseline_RB = None
         if greedy is not None:
             texts = self._texts(greedy.ids_BT, greedy.mask_BT)
-            baseline_RB = text_rewards(names, texts, true_texts, greedy.ended_B.tolist()).to(device)
+            baseline_RB = text_rewards(
+                names, texts, true_texts, greedy.ended_B.tolist(), config.text_encoder
+            ).to(device)
         weight_R = torch.tensor([*config.weights.values()], device=device)
         batch.sampled_ids_NT = sampled.ids_NT
         batch.sampled_mask_NT = sampled.mask_NT

@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.errors import raises
+from PIL import Image
 
+import medvl
 from medvl.cli import main as cli
+from medvl.data.tokenizer.tokenizer import train_words
 from medvl.errors import EvaluationError
 from medvl.eval import read_results, read_rexrank, write_rexrank
-from medvl.eval.report_generation.rexrank import predicted_sections
+from medvl.eval.report_generation.rexrank import list_source, predicted_sections
+from medvl.models import save
 
 LIST: dict[str, dict[str, Any]] = {
     "p10/s1": {
@@ -115,6 +120,42 @@ def test_the_command_scores_studies_by_section(list_path: Path, tmp_path: Path) 
     assert difference.value == pytest.approx(expected)
     with pytest.raises(SystemExit):
         cli.main([*command, "--predictions", str(out)])
+
+
+@pytest.mark.parametrize("name", ["cxrmate", "r2gen"])
+def test_a_checkpoint_answers_a_list(name: str, list_path: Path, tmp_path: Path) -> None:
+    """Every study gets one text, of its key image and, where the model reads two, another one."""
+    images = tmp_path / "images"
+    for number, path in enumerate(["p10/s1/a.jpg", "p10/s1/b.jpg", "p10/s2/a.jpg", "p11/s1/a.jpg"]):
+        (images / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (64, 64), 60 * number).save(images / path)
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"image_encoder": "timm:test_vit", "image_arguments": {"depth": 1},
+        "image_size": 64, "width": 16, "layers": 1, "heads": 2, "intermediate": 24,
+        "max_tokens": 8, "views": 2 if name == "cxrmate" else 1}  # fmt: skip
+    sizes |= {"prompt": ("indication",)} if name == "cxrmate" else {"memory_heads": 2}
+    words = train_words(["edema . pneumothorax . clear lungs ."], min_frequency=1)
+    model = medvl.create_model(name, tokenizer=words, **sizes)
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    save(model, checkpoint)
+    command = ["eval", "report-generation", "--checkpoint", str(checkpoint), "--rexrank",
+               str(list_path), "--sections", "findings", "--resamples", "5"]  # fmt: skip
+    out = tmp_path / "out"
+    cli.main([*command, "--images", str(images), "--workers", "0", "--out", str(out)])
+    answered = read_rexrank(out / "prediction.json")
+    assert [*answered] == [*LIST]
+    assert all(study.prediction is not None for study in answered.values())
+    assert all(str(study.prediction).startswith("Findings: ") for study in answered.values())
+    assert read_results(out).details["reports"] == 2
+    source = list_source(read_rexrank(list_path), images)
+    assert [source.sample(n).extra["image_number"] for n in range(4)] == [0, 2, 0, 1]
+    assert source.sample(0).view == "Frontal"
+    with pytest.raises(SystemExit):  # a checkpoint needs the images
+        cli.main([*command, "--out", str(tmp_path / "none")])
+    (images / "p11/s1/a.jpg").unlink()
+    with raises(EvaluationError, "not_found", "images"):
+        list_source(read_rexrank(list_path), images)
 
 
 def test_damaged_files_are_refused(list_path: Path, tmp_path: Path) -> None:

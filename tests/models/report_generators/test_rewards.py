@@ -4,6 +4,7 @@ do not depend on the batch, the number of micro-batches, or an interruption.
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,17 +17,17 @@ from torch import Tensor
 import medvl
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_words
 from medvl.errors import ConfigError
-from medvl.models import CXRMate, R2Gen, RewardConfig
+from medvl.models import CXRMate, R2Gen, RewardConfig, factory
 from medvl.models.report_generators.base import ReportGenerator
-from medvl.models.report_generators.parts.rewards import (
-    REWARDS,
-    policy,
-    sample_texts,
+from medvl.models.report_generators.parts import text_rewards as rewards_of_texts
+from medvl.models.report_generators.parts.rewards import policy, sample_texts, uniform_numbers
+from medvl.models.report_generators.parts.text_rewards import (
+    SentenceReward,
+    open_reward,
     text_rewards,
-    uniform_numbers,
 )
 from medvl.models.text_decoding import Decoding
-from medvl.schema import Batch
+from medvl.schema import Batch, TextFeatures
 
 REFERENCE = "Small left pleural effusion. No pneumothorax. The heart is normal."
 NORMAL = "No acute findings. The lungs are clear."
@@ -62,6 +63,10 @@ def tokenizer() -> Tokenizer:
     return train_words(TEXTS, min_frequency=1)
 
 
+def reward(name: str) -> Callable[[str, str], float]:
+    return open_reward(name, "minilm")
+
+
 def generator(
     tokenizer: Tokenizer, name: str = "cxrmate", rewards: RewardConfig | None = None, **more: Any
 ) -> ReportGenerator:
@@ -85,18 +90,49 @@ def study(tokenizer: Tokenizer, size: int = 4, **fields: Any) -> Batch:
 def test_rewards_of_adversarial_texts(text: str, expected: tuple[float, bool, bool]) -> None:
     findings, overlaps, is_new = expected
     if findings is not None:
-        assert REWARDS["findings"](text, REFERENCE) == pytest.approx(findings)
-    assert (REWARDS["ngrams"](text, REFERENCE) > 0.5) == overlaps
-    assert (REWARDS["novelty"](text, REFERENCE) == 1) == is_new
-    assert REWARDS["length"](REFERENCE, REFERENCE) == 1
+        assert reward("findings")(text, REFERENCE) == pytest.approx(findings)
+    assert (reward("ngrams")(text, REFERENCE) > 0.5) == overlaps
+    assert (reward("novelty")(text, REFERENCE) == 1) == is_new
+    assert reward("length")(REFERENCE, REFERENCE) == 1
 
 
 def test_normal_reports_and_texts_without_an_end() -> None:
-    assert REWARDS["findings"](NORMAL, "The lungs are clear.") == 1
-    assert REWARDS["findings"]("Edema.", NORMAL) == 0
+    assert reward("findings")(NORMAL, "The lungs are clear.") == 1
+    assert reward("findings")("Edema.", NORMAL) == 0
     reward_RN = text_rewards(["findings", "ngrams"], ["", NORMAL, NORMAL], [NORMAL] * 3,
                              [True, False, True])  # fmt: skip
     assert reward_RN.tolist() == [[0, 0, 1], [0, 0, 1]]
+
+
+class CountsOfWords(torch.nn.Module):
+    """A text encoder whose vector of a text is the count of each word."""
+
+    def forward(self, ids_BT: Tensor, mask_BT: Tensor) -> TextFeatures:
+        counts_BV = torch.nn.functional.one_hot(ids_BT, 60).float()
+        counts_BV[:, :, 0] = 0  # both ends of a text
+        return TextFeatures(counts_BV.sum(dim=1), counts_BV, mask_BT)
+
+
+def test_sentences_are_compared_both_ways(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    monkeypatch.setattr(factory, "preset_tokenizer", lambda name, longest: tokenizer)
+    monkeypatch.setattr(
+        rewards_of_texts, "create_text_encoder", lambda name, pretrained: CountsOfWords()
+    )
+    compare = SentenceReward("a")
+    known = [word for word in tokenizer.vocabulary if word.isalpha()][:4]
+    one, two = f"{known[0]} {known[1]}.", f"{known[2]} {known[3]}."
+    both = f"{one} {two}"
+    assert compare(both, both) == pytest.approx(1)
+    assert compare(f"{two} {one}", both) == pytest.approx(1)  # the order does not count
+    stop = (1 / 3) / 1  # the full stop is a word of both
+    expected = (1 + (1 + stop) / 2) / 2
+    assert compare(one, both) == pytest.approx(expected)
+    assert compare(both, one) == pytest.approx(expected)
+    assert compare(f"{one} {one}", one) == pytest.approx(1)
+    assert compare("", "") == 1
+    assert compare(one, "") == 0
 
 
 class Fixed:

@@ -15,8 +15,7 @@ V words, R rewards.
 """
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -26,14 +25,9 @@ from torch import Tensor
 from medvl import losses
 from medvl.common.config_io import check_choice, check_within
 from medvl.common.seeding import derive
-from medvl.data.reports.labeler import find_mentions
-from medvl.data.reports.statements import places_of
 from medvl.errors import ConfigError
+from medvl.models.report_generators.parts.text_rewards import REWARDS
 from medvl.models.text_decoding import NextToken
-from medvl.schema import POSITIVE
-
-_NGRAM = 3
-_ORDERS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +41,9 @@ class RewardConfig:
     weights: Mapping[str, float] = dataclasses.field(
         default_factory=lambda: {"findings": 1.0, "ngrams": 0.5}
     )
-    """Weight of each of `REWARDS`."""
+    """Weight of each of `REWARDS`: findings, ngrams, novelty, length, sentences, radgraph."""
+    text_encoder: str = "minilm"
+    """Text encoder of the reward sentences, a preset with published weights."""
     temperature: float = 1.0
     """The policy's logits are divided by it, in sampling and in the loss."""
     entropy_weight: float = 0.05
@@ -63,90 +59,12 @@ class RewardConfig:
         check_within(self, "(0, inf)", "temperature", "epsilon")
         check_within(self, "[0, inf)", "entropy_weight")
         for name in self.weights:
-            check_choice(name, tuple(REWARDS), "weights")
+            check_choice(name, REWARDS, "weights")
         if not any(self.weights.values()):
             raise ConfigError("expected a reward with a weight, got none", "empty", field="weights")
         if self.method == "group" and self.samples < 2:
             message = "group compares texts of one image: set samples to 2 or more, got 1"
             raise ConfigError(message, "conflict", field="samples")
-
-
-# Rewards of a text against the true one, 0 to 1.
-
-
-def findings_reward(text: str, reference: str) -> float:
-    """Return the F1 of present findings with their sides, read by the labeler; 1 where neither text
-    has any.
-
-    A denied finding is never present, and a side that only one text names is another finding.
-    """
-    ours, theirs = _present(text), _present(reference)
-    if not ours and not theirs:
-        return 1.0
-    return 2 * len(ours & theirs) / (len(ours) + len(theirs))
-
-
-def ngrams_reward(text: str, reference: str) -> float:
-    """Return the mean F1 of n-grams of 1 to 4 words, clipped to their count in the other text."""
-    scores = []
-    for order in range(1, _ORDERS + 1):
-        ours, theirs = _ngrams(text, order), _ngrams(reference, order)
-        total = ours.total() + theirs.total()
-        scores.append(2 * (ours & theirs).total() / total if total else 1.0)
-    return sum(scores) / len(scores)
-
-
-def novelty_reward(text: str, reference: str) -> float:
-    """Return the share of trigrams that do not repeat an earlier one, whatever the reference; 1 for
-    shorter texts.
-    """
-    counts = _ngrams(text, _NGRAM)
-    return len(counts) / counts.total() if counts else 1.0
-
-
-def length_reward(text: str, reference: str) -> float:
-    """Return the number of words of the shorter text over that of the longer one."""
-    lengths = sorted((len(text.split()), len(reference.split())))
-    return lengths[0] / lengths[1] if lengths[1] else 1.0
-
-
-Reward = Callable[[str, str], float]
-"""(text, true text) -> 0 to 1."""
-REWARDS: Mapping[str, Reward] = {
-    "findings": findings_reward,
-    "ngrams": ngrams_reward,
-    "novelty": novelty_reward,
-    "length": length_reward,
-}
-
-
-def text_rewards(
-    names: Sequence[str], texts: Sequence[str], references: Sequence[str], ended: Sequence[bool]
-) -> Tensor:
-    """(R, N) float32: rewards of texts; 0 for an empty text, and for one that did not end."""
-    return torch.tensor(
-        [
-            [
-                REWARDS[name](text, reference) if text.strip() and has_ended else 0.0
-                for text, reference, has_ended in zip(texts, references, ended, strict=True)
-            ]
-            for name in names
-        ]
-    )
-
-
-def _present(text: str) -> set[tuple[str, str]]:
-    mentions = list(find_mentions(text))
-    return {
-        (mention.finding, " ".join(sides))
-        for mention, (sides, _) in zip(mentions, places_of(mentions), strict=True)
-        if mention.value == POSITIVE
-    }
-
-
-def _ngrams(text: str, order: int) -> Counter[tuple[str, ...]]:
-    words = text.lower().replace(".", " ").replace(",", " ").split()
-    return Counter(zip(*(words[start:] for start in range(order)), strict=False))
 
 
 # Sampling and the loss.

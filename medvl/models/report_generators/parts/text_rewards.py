@@ -1,0 +1,175 @@
+"""Rewards of texts against the true ones, 0 to 1.
+
+    findings   F1 of present findings with their sides, read by the labeler
+    ngrams     mean F1 of n-grams of 1 to 4 words
+    novelty    share of trigrams that do not repeat an earlier one
+    length     words of the shorter text over those of the longer one
+    sentences  how near the sentences of one text are to those of the other, by a text encoder
+    radgraph   F1 of RadGraph's entities, by the package radeval
+
+Rewards of meaning alone pay for wrong polarity: "Pleural effusion." is near "No pleural effusion."
+Give `sentences` beside `findings` or `radgraph`.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from medvl.data.reports.labeler import find_mentions
+from medvl.data.reports.radeval import open_radeval
+from medvl.data.reports.sentences import split_sentences
+from medvl.data.reports.statements import places_of
+from medvl.encoders import create_text_encoder
+from medvl.errors import ConfigError
+from medvl.schema import POSITIVE
+
+_NGRAM = 3
+_ORDERS = 4
+_SENTENCES = 100_000
+"""Sentences whose vectors are kept."""
+
+Reward = Callable[[str, str], float]
+"""(text, true text) -> 0 to 1."""
+
+
+def findings_reward(text: str, reference: str) -> float:
+    """Return the F1 of present findings with their sides, read by the labeler; 1 where neither text
+    has any.
+
+    A denied finding is never present, and a side that only one text names is another finding.
+    """
+    ours, theirs = _present(text), _present(reference)
+    if not ours and not theirs:
+        return 1.0
+    return 2 * len(ours & theirs) / (len(ours) + len(theirs))
+
+
+def ngrams_reward(text: str, reference: str) -> float:
+    """Return the mean F1 of n-grams of 1 to 4 words, clipped to their count in the other text."""
+    scores = []
+    for order in range(1, _ORDERS + 1):
+        ours, theirs = _ngrams(text, order), _ngrams(reference, order)
+        total = ours.total() + theirs.total()
+        scores.append(2 * (ours & theirs).total() / total if total else 1.0)
+    return sum(scores) / len(scores)
+
+
+def novelty_reward(text: str, reference: str) -> float:
+    """Return the share of trigrams that do not repeat an earlier one, whatever the reference; 1 for
+    shorter texts.
+    """
+    counts = _ngrams(text, _NGRAM)
+    return len(counts) / counts.total() if counts else 1.0
+
+
+def length_reward(text: str, reference: str) -> float:
+    """Return the number of words of the shorter text over that of the longer one."""
+    lengths = sorted((len(text.split()), len(reference.split())))
+    return lengths[0] / lengths[1] if lengths[1] else 1.0
+
+
+class SentenceReward:
+    """How near two sets of sentences are: the mean of the best cosine of each sentence of one text
+    with those of the other, both ways, negative ones as 0.
+
+    Each sentence is encoded by itself, so that a text's reward does not depend on other texts.
+
+    Args:
+        name: preset of a text encoder, with its published weights.
+
+    Raises ConfigError for an encoder without a tokenizer, WeightsError without weights.
+    """
+
+    def __init__(self, name: str) -> None:
+        from medvl.models.factory import preset_tokenizer
+
+        tokenizer = preset_tokenizer(name, None)
+        if tokenizer is None:
+            message = f"{name} has no published tokenizer; take the preset of a text encoder"
+            raise ConfigError(message, "unsupported", field="text_encoder")
+        self._tokenizer = tokenizer
+        with torch.random.fork_rng(devices=[]):
+            self._encoder = create_text_encoder(name, pretrained=True).eval().requires_grad_(False)
+        self._vector = functools.lru_cache(_SENTENCES)(self._encode)
+
+    def __call__(self, text: str, reference: str) -> float:
+        ours, theirs = (
+            [self._vector(sentence) for sentence in split_sentences(each)]
+            for each in (text, reference)
+        )
+        if not ours or not theirs:
+            return float(not ours and not theirs)
+        cosine_NM = (torch.stack(ours) @ torch.stack(theirs).T).clamp(0, 1)
+        return float((cosine_NM.amax(dim=1).mean() + cosine_NM.amax(dim=0).mean()) / 2)
+
+    @torch.no_grad()
+    def _encode(self, sentence: str) -> Tensor:
+        pooled_1D: Tensor = self._encoder(*self._tokenizer([sentence])).pooled_BD
+        return torch.nn.functional.normalize(pooled_1D[0].float(), dim=0)
+
+
+def radgraph_reward() -> Reward:
+    """Return the F1 of RadGraph's entities, with whether each has a relation, by RadEval.
+
+    Raises ConfigError as `medvl.data.reports.radeval.open_radeval`.
+    """
+    scores = open_radeval("radgraph")
+    return lambda text, reference: scores([text], [reference])["radgraph_partial"][0]
+
+
+REWARDS = ("findings", "ngrams", "novelty", "length", "sentences", "radgraph")
+"""Names of rewards."""
+_OF_TEXTS: Mapping[str, Reward] = {
+    "findings": findings_reward,
+    "ngrams": ngrams_reward,
+    "novelty": novelty_reward,
+    "length": length_reward,
+}
+
+
+@functools.cache
+def open_reward(name: str, text_encoder: str) -> Reward:
+    """Return one of `REWARDS`. Raises as `SentenceReward` and `radgraph_reward`."""
+    if name == "sentences":
+        return SentenceReward(text_encoder)
+    return radgraph_reward() if name == "radgraph" else _OF_TEXTS[name]
+
+
+def text_rewards(
+    names: Sequence[str],
+    texts: Sequence[str],
+    references: Sequence[str],
+    ended: Sequence[bool],
+    text_encoder: str = "minilm",
+) -> Tensor:
+    """(R, N) float32: rewards of texts; 0 for an empty text, and for one that did not end.
+
+    Raises as `open_reward`.
+    """
+    rewards = [open_reward(name, text_encoder) for name in names]
+    return torch.tensor(
+        [
+            [
+                reward(text, reference) if text.strip() and has_ended else 0.0
+                for text, reference, has_ended in zip(texts, references, ended, strict=True)
+            ]
+            for reward in rewards
+        ]
+    )
+
+
+def _present(text: str) -> set[tuple[str, str]]:
+    mentions = list(find_mentions(text))
+    return {
+        (mention.finding, " ".join(sides))
+        for mention, (sides, _) in zip(mentions, places_of(mentions), strict=True)
+        if mention.value == POSITIVE
+    }
+
+
+def _ngrams(text: str, order: int) -> Counter[tuple[str, ...]]:
+    words = text.lower().replace(".", " ").replace(",", " ").split()
+    return Counter(zip(*(words[start:] for start in range(order)), strict=False))
