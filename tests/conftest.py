@@ -2,9 +2,12 @@
 one.
 """
 
+import contextlib
 import functools
 import gc
+import multiprocessing
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +71,42 @@ LONGEST = (
     *("export/test_key_tables.py", "encoders/test_encoder_interface.py"),
 )
 """Files that take more than ten seconds of a core, those that take longest first."""
+
+
+class Unexecuted:
+    """A module that pytest's loader compiles, with rewritten assertions, and cannot execute."""
+
+    def __init__(self, path: Path) -> None:
+        self.__name__, self.__spec__ = path.stem, SimpleNamespace(origin=str(path))
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # the last that the loader asks for
+        raise NotExecutedError
+
+
+class NotExecutedError(Exception):
+    """The end of a module's compilation."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Compile the tests of a fresh checkout once, with a process a core: each worker would."""
+    if sys.dont_write_bytecode:
+        return
+    paths, count = sorted(Path(__file__).parent.rglob("test_*.py")), os.cpu_count() or 1
+    hook, context = config.pluginmanager.rewrite_hook, multiprocessing.get_context("fork")
+    parts = [paths[number::count] for number in range(count)]
+    processes = [context.Process(target=_compile, args=(hook, part)) for part in parts]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+
+
+def _compile(hook: Any, paths: list[Path]) -> None:
+    for path in paths:
+        with contextlib.suppress(NotExecutedError):
+            hook.exec_module(Unexecuted(path))
 
 
 @pytest.hookimpl(wrapper=True)
