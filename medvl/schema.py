@@ -188,6 +188,10 @@ class Inputs:
     """All statements of the sample: several short texts, from a policy such as
     `medvl.data.Statements`.
     """
+    boxed_phrases: bool = False
+    """Phrases of the image, and the cells of the augmented image that their boxes cover
+    (`medvl.data.loading.boxed_phrases`).
+    """
     prior_image: bool = False
     """The patient's previous image, from sources that have the order of a patient's studies
     (`Sample.order`).
@@ -331,6 +335,12 @@ class Batch:
     """
     statement_mask_BST: Tensor | None = None
     """bool, True on real tokens of `statement_ids_BST`; a statement without any is padding."""
+    phrases: list[list[str]] | None = None
+    """Phrases of each image (`Inputs.boxed_phrases`)."""
+    phrase_cover_BSHW: Tensor | None = None
+    """uint8: share of each cell of the image that the boxes of each of `phrases` cover, 255 for
+    all of it; zeros for a phrase without boxes, and for padding.
+    """
     entity_BN: Tensor | None = None
     """int64: entities that each text mentions, in the order of the text; -1 is padding
     (`Inputs.entities`).
@@ -392,6 +402,7 @@ class Batch:
             keys=[self.keys[row] for row in chosen],
             texts=[self.texts[row] for row in chosen],
             studies=None if self.studies is None else [self.studies[row] for row in chosen],
+            phrases=None if self.phrases is None else [self.phrases[row] for row in chosen],
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:

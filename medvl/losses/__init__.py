@@ -14,6 +14,10 @@ if TYPE_CHECKING:
         reconstruction as reconstruction,
     )
     from medvl.losses.local.gloria import gloria_local as gloria_local
+    from medvl.losses.local.places import (
+        place_divergence as place_divergence,
+        place_entropy as place_entropy,
+    )
     from medvl.losses.local.within_sample import (
         grid_positives as grid_positives,
         local_alignment as local_alignment,

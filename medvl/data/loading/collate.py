@@ -1,6 +1,7 @@
 """Building a batch from stored samples: the parts that all loaders share."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import logging
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from medvl.data.loading.altered_texts import add_altered, alter_texts
+from medvl.data.loading.boxed_phrases import BoxedPhrase, boxed_phrases, stack_phrases
+from medvl.data.loading.stacking import grouped, pad_rows, stack, stack_some
 from medvl.data.reports.cleaning import swap_laterality
 from medvl.data.reports.sentences import sentence_spans
 from medvl.data.shards.format import label_row
@@ -37,51 +40,6 @@ from medvl.schema import Batch, FindsEntities, Inputs, Sample
 if TYPE_CHECKING:
     from medvl.data.knowledge.finder import EntityLinker
     from medvl.data.loading.dense_targets import DenseTargets
-
-# Stacking of the arrays and texts of samples to the tensors of a batch.
-
-
-def stack(images: Sequence[np.ndarray]) -> Tensor:
-    """Return (B, C, H, W) from images (H, W, C)."""
-    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
-
-
-def pad_rows(arrays: Sequence[np.ndarray | None], *, as_stored: bool = False) -> Tensor:
-    """Return (B, P, D) from arrays (P, D) of unequal length, zeros for None; P is 0 if all are
-    None.
-
-    In float32, or with `as_stored` in the widest type of the arrays.
-    """
-    present = [array for array in arrays if array is not None]
-    rows = max(map(len, present), default=0)
-    columns = present[0].shape[1] if present else 0
-    dtype = np.result_type(*present) if present and as_stored else np.dtype(np.float32)
-    padded = np.zeros((len(arrays), rows, columns), dtype)
-    for row, array in enumerate(arrays):
-        if array is not None:
-            padded[row, : len(array)] = array
-    return torch.from_numpy(padded)
-
-
-def grouped(tokens: tuple[Tensor, Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return ids and mask (B, S, T) of texts in rows of the given sizes, one after another; S is
-    at least 1.
-    """
-    ids_NT, mask_NT = tokens
-    real_BS = torch.arange(max(1, *sizes)) < torch.tensor(sizes)[:, None]
-    ids_BST, mask_BST = (x_NT.new_zeros(*real_BS.shape, x_NT.shape[1]) for x_NT in tokens)
-    ids_BST[real_BS], mask_BST[real_BS] = ids_NT[: sum(sizes)], mask_NT[: sum(sizes)]
-    return ids_BST, mask_BST
-
-
-def stack_some(images: Sequence[np.ndarray | None], like_HWC: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return (B, C, H, W) with black images for those that are missing, and (B,) bool: which are
-    there.
-    """
-    blank_HWC = np.zeros_like(like_HWC)
-    there_B = torch.tensor([image is not None for image in images])
-    return stack([blank_HWC if image is None else image for image in images]), there_B
-
 
 # Samples that are left out of their batch, and the limit on their number.
 
@@ -207,6 +165,8 @@ class Item:
     """int16 Hounsfield units (C = 1), or uint8 RGB slices (C = 3), in place of an image; None: the
     loader reads images.
     """
+    phrases: tuple[BoxedPhrase, ...] = ()
+    """Where the system needs them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,6 +182,7 @@ class Views:
     prior_sections: Mapping[str, str] | None = None
     """Sections of the prior report, where the system reads it."""
     volume_CDHW: np.ndarray | None = None
+    phrases: tuple[BoxedPhrase, ...] = ()
 
 
 _NO_PIXELS = Transformed(np.zeros((0, 0, 1), np.uint8))
@@ -265,8 +226,9 @@ class ItemMaker:
                 "'swap_text' or 'off'"
             )
             raise ConfigError(message, "conflict", field="image.flip")
-        if targets is not None and getattr(image, "on_device", False):
-            message = "targets are made for the augmented image: leave image.on_device unset"
+        made = targets is not None or self.inputs.boxed_phrases
+        if made and getattr(image, "on_device", False):
+            message = "boxes are moved with the augmented image: leave image.on_device unset"
             raise ConfigError(message, "conflict", field="image.on_device")
         # checked once: isinstance of a protocol takes as long as a tenth of the augmentation
         self._for_texts = image.for_texts if isinstance(image, ReadsTexts) else None
@@ -313,7 +275,12 @@ class ItemMaker:
                     return augmented
 
         second = augment(pixels if self.inputs.second_image else None, "second image")
-        return Views(image, second, augment(prior, "prior image"), augment(other, "other view"))
+        phrases: tuple[BoxedPhrase, ...] = ()
+        if sample is not None and self.inputs.boxed_phrases:
+            rngs = functools.partial(self.rng, epoch, key)
+            phrases = boxed_phrases(sample, pixels, transform, rngs)
+        others = augment(prior, "prior image"), augment(other, "other view")
+        return Views(image, second, *others, phrases=phrases)
 
     def placeholder(self, color: bool) -> Views:
         """Return black images of the transform's size, for a sample without an image."""
@@ -385,6 +352,7 @@ class ItemMaker:
             stack_views(views.image, views.second, views.prior, views.other),
             self._prompt(sample, views),
             views.volume_CDHW,
+            tuple(each._replace(text=self._as_image(each.text, views)) for each in views.phrases),
         )
 
     def _prompt(self, sample: Sample, views: Views) -> tuple[int, ...]:
@@ -570,6 +538,8 @@ class Collate:
             batch.statement_ids_BST, batch.statement_mask_BST = grouped(
                 self.tokenizer(texts or [""]), sizes
             )
+        if self.inputs.boxed_phrases:
+            batch.phrases, batch.phrase_cover_BSHW = stack_phrases([item.phrases for item in items])
         if self._linker is not None:
             from medvl.data.knowledge.finder import pad_entities
 

@@ -14,6 +14,7 @@ from medvl import losses
 from medvl.common.config_io import check_within
 from medvl.losses.common import gather
 from medvl.losses.local.gloria import WordPool, gloria_attention, gloria_similarity
+from medvl.models.dual_encoders.bases.boxes import BoxConfig
 from medvl.models.dual_encoders.bases.local import (
     LocalDualConfig,
     LocalDualEncoder,
@@ -26,7 +27,7 @@ from medvl.schema import Embeddings, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GLoRIAConfig(LocalDualConfig):
+class GLoRIAConfig(LocalDualConfig, BoxConfig):
     """Settings of the authors' configuration for CheXpert.
 
     The authors remove punctuation from texts; here it is kept, and every mark is a word. Images are
@@ -64,7 +65,7 @@ class GLoRIAConfig(LocalDualConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_within(self, "(0, inf)", "temp1", "temp2", "temp3")
-        check_within(self, "[0, inf)", "local_weight")
+        check_within(self, "[0, inf)", "local_weight", "box_weight")
         check_within(self, "[0, inf)" if self.local_weight else "(0, inf)", "global_weight")
 
 
@@ -73,7 +74,9 @@ class GLoRIA(LocalDualEncoder):
     """Global and local contrast (section 3.3, equations 1 to 8).
 
     The text's first token is one of its words in training and, unlike in the published code,
-    everywhere. A text's vector has the direction of GLoRIA's mean over word slots.
+    everywhere. A text's vector has the direction of GLoRIA's mean over word slots. With
+    `box_weight`, the attention of a phrase's words (`text_maps`) is trained on the boxes of the
+    phrase.
     """
 
     Config = GLoRIAConfig

@@ -16,10 +16,16 @@ from medvl.errors import ConfigError
 from medvl.losses.common import gather
 from medvl.losses.pairs.contrastive import multi_hot, multi_positive
 from medvl.models.dual_encoders.bases.queries import QueryBook, QueryEncoder
-from medvl.models.dual_encoders.medklip import MedKLIPConfig, place_heads, place_terms
+from medvl.models.dual_encoders.medklip import (
+    MedKLIPConfig,
+    attended_boxes,
+    place_heads,
+    place_terms,
+    query_inputs,
+)
 from medvl.models.dual_encoders.parts.layers import PositionedPool
 from medvl.models.registry import register_system
-from medvl.schema import Batch, Embeddings, Inputs
+from medvl.schema import Batch, Embeddings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +85,8 @@ class MAVL(QueryEncoder):
     The contrast's targets are the present entities of an image and the images of an entity. The
     convolution over an entity's aspects is the same function as the linear layer here. The dropout
     behind the decoder drops single numbers here, and whole states in the released code. A heat map
-    is the mean over all aspects, half of them as released.
+    is the mean over all aspects, half of them as released. With `box_weight`, it is trained on
+    boxes as in MedKLIP.
     """
 
     Config = MAVLConfig
@@ -99,7 +106,7 @@ class MAVL(QueryEncoder):
         super().__init__(config, *args, **kwargs)
         self.places = places
         self.place = place.requires_grad_(config.place_weight > 0)
-        self.inputs = Inputs(labels=True, positions=config.place_weight > 0)
+        self.inputs = query_inputs(config)
         self.pool = pool
         self.logit_scale = nn.Parameter(torch.full((self.aspects,), -math.log(config.temperature)))
 
@@ -158,4 +165,5 @@ class MAVL(QueryEncoder):
         loss = multi_hot if self.config.contrast_targets == "multi_hot" else multi_positive
         contrast = loss(logits_ANL, labels_NL == 1, silent_NL)
         terms = place_terms(self, batch, states_BQD, labels_BL)
+        terms |= attended_boxes(self, batch, images)
         return {**terms, "contrast": (contrast, self.config.contrast_weight)}

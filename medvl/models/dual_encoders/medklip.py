@@ -15,14 +15,18 @@ from medvl.data.reports.statements import PLACES
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.common import full_precision, mean_over_ranks
+from medvl.losses.local.places import place_divergence
 from medvl.models.base import EncoderArguments
+from medvl.models.dual_encoders.bases.boxes import BoxConfig, mean_box_loss, phrases_of_batch
+from medvl.models.dual_encoders.bases.local import local_features
+from medvl.models.dual_encoders.bases.pairs import take
 from medvl.models.dual_encoders.bases.queries import QueryBook, QueryConfig, QueryEncoder
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MedKLIPConfig(QueryConfig):
+class MedKLIPConfig(QueryConfig, BoxConfig):
     """Settings of the paper and the released code, with the entities and places that the library's
     labeler reads.
 
@@ -46,13 +50,16 @@ class MedKLIPConfig(QueryConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_within(self, f"[1, {len(PLACES) - 1}]", "negative_places")
-        check_within(self, "[0, inf)", "place_weight")
+        check_within(self, "[0, inf)", "place_weight", "box_weight")
 
 
 @register_system("medklip")
 class MedKLIP(QueryEncoder):
     """Cross-entropy of each mentioned entity's presence, and of the place of each present one
     (section 3).
+
+    With `box_weight`, the decoder's attention of a phrase, which names an entity or is a query
+    beside the book, is trained on the boxes of the phrase.
     """
 
     Config = MedKLIPConfig
@@ -64,7 +71,7 @@ class MedKLIP(QueryEncoder):
         super().__init__(config, *args, **kwargs)
         self.places = places
         self.place = place.requires_grad_(config.place_weight > 0)
-        self.inputs = Inputs(labels=True, positions=config.place_weight > 0)
+        self.inputs = query_inputs(config)
 
     @classmethod
     def make_heads(
@@ -78,7 +85,8 @@ class MedKLIP(QueryEncoder):
     def more_terms(
         self, batch: Batch, images: Embeddings, states_BQD: Tensor, labels_BL: Tensor
     ) -> Mapping[str, tuple[Tensor, float]]:
-        return place_terms(self, batch, states_BQD, labels_BL)
+        boxes = attended_boxes(self, batch, images)
+        return {**place_terms(self, batch, states_BQD, labels_BL), **boxes}
 
 
 # Places of entities, for MedKLIP and MAVL.
@@ -95,6 +103,30 @@ def place_heads(config: MedKLIPConfig, text_dim: int, aspects: int) -> dict[str,
         "places": QueryBook(sentences, text_dim),
         "place": nn.Linear(config.projection_dim * aspects, text_dim),
     }
+
+
+def query_inputs(config: MedKLIPConfig) -> Inputs:
+    """Return the parts of a batch that MedKLIP and MAVL read."""
+    return Inputs(
+        labels=True, positions=config.place_weight > 0, boxed_phrases=config.box_weight > 0
+    )
+
+
+def attended_boxes(
+    model: QueryEncoder, batch: Batch, images: Embeddings
+) -> dict[str, tuple[Tensor, float]]:
+    """Return the divergence of the attention of each phrase from its boxes, and its weight; nothing
+    at weight 0. Raises ConfigError for a batch without phrases.
+    """
+    weight = model.config.box_weight
+    if not weight:
+        return {}
+    texts, row_N, cells_NP = phrases_of_batch(model, batch)
+    if not texts:
+        return mean_box_loss(cells_NP[:, 0], weight)
+    grid_NPD, _ = local_features(take(images, row_N))
+    attention_NP = model.attend_texts(grid_NPD, texts)
+    return mean_box_loss(place_divergence(attention_NP, cells_NP), weight)
 
 
 def place_terms(

@@ -23,6 +23,7 @@ from medvl.models.dual_encoders.bases.base import (
     DualEncoder,
     ScaleConfig,
 )
+from medvl.models.dual_encoders.bases.boxes import BoxConfig
 from medvl.models.dual_encoders.bases.local import local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.models.heatmaps import maps_of_cells
@@ -129,7 +130,7 @@ def _rows(side: Embeddings, index_N: Tensor) -> Embeddings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RadZeroConfig(BertDualConfig, ScaleConfig):
+class RadZeroConfig(BertDualConfig, ScaleConfig, BoxConfig):
     """Settings of the paper and the released code, with RAD-DINO, which the paper reports as its
     best start.
 
@@ -155,7 +156,7 @@ class RadZeroConfig(BertDualConfig, ScaleConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_within(self, "[0, inf)", "trained_layers")
+        check_within(self, "[0, inf)", "trained_layers", "box_weight")
         check_within(self, "(0, inf)", "layer_norm_eps")
 
 
@@ -168,6 +169,8 @@ class RadZero(DualEncoder):
     as in the released code; the paper has their sum. The released code takes exponentials without a
     log-sum-exp, so that hard pairs have no gradient and a scale above 88 overflows; here they do
     not. Images are their class token (or the encoder's vector) and patches behind trained layers.
+    With `box_weight`, the scaled cosines of a phrase with the patches are the log-odds of its
+    boxes.
 
     Attributes:
         layers, norm: the layers (`token_layers`), and the norm behind them.
@@ -179,6 +182,7 @@ class RadZero(DualEncoder):
     reads_features = True
     zero_shot_prompts = "statements"
     attention_maps = maps_of_cells
+    map_log_odds = True
 
     def __init__(
         self, config: Any, *args: Any, layers: nn.Module, norm: nn.Module, **kwargs: Any
@@ -278,6 +282,9 @@ class RadZero(DualEncoder):
         (`medvl.eval.zero_shot_masks` with scale "sigmoid"): high log-odds have a sigmoid of 1, in
         which the maximum is lost.
         """
-        patches_BPE = self.embed_regions(image_BCHW)
-        text_BE = self.embed_texts(texts).global_NE
-        return self.logit_scale.exp() * (patches_BPE @ text_BE[:, :, None]).squeeze(2)
+        return self.text_maps(self.embed_images(image_BCHW), self.embed_texts(texts))
+
+    def text_maps(self, images: Embeddings, texts: Embeddings) -> Tensor:
+        """Return (B, P): `cell_maps` of embeddings, text i in image i."""
+        patches_BPE = local_features(images)[0][:, 1:]
+        return self.logit_scale.exp() * (patches_BPE @ texts.global_NE[:, :, None]).squeeze(2)

@@ -19,6 +19,7 @@ from medvl.eval.grounding.heatmaps import phrase_maps
 from medvl.eval.zero_shot_masks import MaskLabels, PhraseSegmenter
 from medvl.losses.local.within_sample import in_chunks, patch_cosine, statement_contrast
 from medvl.models.dual_encoders.radzero import embed_statements
+from medvl.schema import Embeddings
 
 
 def naive_scores(tokens_NKE: Tensor, texts_ME: Tensor, scale: float) -> Tensor:
@@ -245,7 +246,8 @@ def test_equal_patches_have_a_flat_map_and_a_saved_model_is_the_same(
     torch.testing.assert_close(
         again.similarity(pixels_BCHW, ["edema"]), model.similarity(pixels_BCHW, ["edema"])
     )
-    monkeypatch.setattr(model, "embed_regions", lambda _: torch.ones(1, 4, 256))
+    flat = Embeddings(torch.ones(1, 256), torch.ones(1, 5, 256))
+    monkeypatch.setattr(model, "embed_images", lambda _: flat)
     monkeypatch.setattr(model.image_encoder, "grid", lambda *_: (2, 2))
     (map_HW,) = model.attention_maps(pixels_BCHW[:1], ["edema"])
     assert map_HW.std() < 1e-6

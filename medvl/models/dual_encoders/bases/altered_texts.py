@@ -2,7 +2,6 @@
 findings, exchanged.
 """
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +13,9 @@ from medvl.losses.pairs.contrastive import altered_texts
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch, Embeddings
 
+KINDS = ("mirrored", "denied")
+"""Sides of `Pairs` with altered texts."""
+
 
 def altered_kinds(config: Any) -> dict[str, float]:
     """Return the kinds of altered texts that a system compares with, and their weights."""
@@ -24,33 +26,36 @@ def altered_kinds(config: Any) -> dict[str, float]:
     return {kind: weight for kind, weight in weights.items() if weight}
 
 
-def embed_altered(
-    batch: Batch, kind: str, embed: Callable[[Tensor, Tensor], Embeddings]
-) -> Embeddings:
-    """Return one row for each text that the exchange alters, with its pair. Raises ConfigError for
-    a batch without altered texts.
+def embed_altered(model: Any, batch: Batch) -> dict[str, Embeddings]:
+    """Return the altered texts of each kind: one row for each text that the exchange alters, with
+    its pair. Raises ConfigError for a batch without them.
     """
     fields = {
         "mirrored": (batch.mirrored_ids_BT, batch.mirrored_mask_BT, batch.has_mirror_B),
         "denied": (batch.denied_ids_BT, batch.denied_mask_BT, batch.has_denial_B),
     }
-    ids_BT, mask_BT, altered_B = fields[kind]
-    if ids_BT is None or mask_BT is None or altered_B is None:
-        message = f"expected batches with {kind} texts: open the loader with inputs=model.inputs"
-        raise ConfigError(message, "missing", field=f"{kind}_ids_BT")
-    row_K = altered_B.nonzero()[:, 0]
-    return Embeddings(embed(ids_BT, mask_BT).global_NE[row_K], pair_N=row_K)
+    sides = {}
+    for kind in altered_kinds(model.config):
+        ids_BT, mask_BT, altered_B = fields[kind]
+        if ids_BT is None or mask_BT is None or altered_B is None:
+            message = f"expected {kind} texts: open the loader with inputs=model.inputs"
+            raise ConfigError(message, "missing", field=f"{kind}_ids_BT")
+        row_K = altered_B.nonzero()[:, 0]
+        global_BE = model.embed_ids(ids_BT, mask_BT).global_NE
+        sides[kind] = Embeddings(global_BE[row_K], pair_N=row_K)
+    return sides
 
 
-def altered_terms(pairs: Pairs, kinds: Iterable[str], scale: Tensor | float) -> dict[str, Tensor]:
-    """Return the mean loss of each kind of altered texts over all ranks (`losses.altered_texts`).
-
-    `pairs.others` has the rows of `embed_altered` by kind.
+def altered_terms(model: Any, pairs: Pairs) -> dict[str, tuple[Tensor, float]]:
+    """Return the mean loss of each kind of altered texts over all ranks (`losses.altered_texts`)
+    and its weight, from the sides of `embed_altered`.
     """
     terms = {}
-    for kind in kinds:
+    for kind, weight in altered_kinds(model.config).items():
         altered = pairs.others[kind]
         images, texts = (side.global_NE[altered.pair_N] for side in (pairs.images, pairs.texts))
+        scale = model.scale() if model.learns_scale else 1 / model.config.temperature
         loss_K = altered_texts(images, texts, altered.global_NE, scale)
-        terms[kind] = mean_over_ranks(loss_K, torch.ones_like(loss_K, dtype=torch.bool))
+        counted_K = torch.ones_like(loss_K, dtype=torch.bool)
+        terms[kind] = mean_over_ranks(loss_K, counted_K), weight
     return terms

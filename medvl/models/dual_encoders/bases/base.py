@@ -38,13 +38,21 @@ from medvl.models.base import (
     stored_features,
 )
 from medvl.models.dual_encoders.bases.altered_texts import (
+    KINDS,
     altered_kinds,
     altered_terms,
     embed_altered,
 )
+from medvl.models.dual_encoders.bases.boxes import (
+    SIDES,
+    box_terms,
+    embed_phrases,
+    reads_boxes,
+)
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch, Embeddings, ImageFeatures, Losses
 
+_MORE_SIDES = (*KINDS, *SIDES)
 ALL = -1
 """`frozen_image_layers` for all layers."""
 Positives = Literal["own", "study", "text", "either", "labels"]
@@ -140,6 +148,7 @@ class DualEncoder(System):
             has one.
         reads_features: whether training batches may have the stored output of the frozen image
             encoder in place of pixels (`image_features`).
+        map_log_odds: whether `text_maps`, of systems that train from boxes, are log-odds.
         zero_shot_prompts: prompt set of evaluations that name none (`medvl list prompts`);
             "statements" for systems that are trained on statements or questions, and not on whole
             reports.
@@ -150,6 +159,7 @@ class DualEncoder(System):
     needs_pairs: ClassVar[bool] = True
     learns_scale: ClassVar[bool] = False
     reads_features: ClassVar[bool] = False
+    map_log_odds: ClassVar[bool] = False
     zero_shot_prompts: ClassVar[str] = "chexpert_ensemble"
     image_encoder: ImageEncoder
     text_encoder: TextEncoder
@@ -176,10 +186,13 @@ class DualEncoder(System):
                 f"patch_dropout 0"
             )
             raise ConfigError(message, "conflict", field="patch_dropout")
-        kinds = altered_kinds(config)
-        if kinds:
+        kinds, boxes = altered_kinds(config), reads_boxes(config)
+        if kinds or boxes:
             self.inputs = dataclasses.replace(
-                self.inputs, mirrored_text="mirrored" in kinds, denied_text="denied" in kinds
+                self.inputs,
+                mirrored_text="mirrored" in kinds,
+                denied_text="denied" in kinds,
+                boxed_phrases=boxes,
             )
 
     @classmethod
@@ -400,11 +413,8 @@ class DualEncoder(System):
                 row_K = None
         with statistics:
             pairs = self.embed_pairs(batch)
-            altered = {
-                kind: embed_altered(batch, kind, self.embed_ids)
-                for kind in altered_kinds(self.config)
-            }
-        pairs = dataclasses.replace(pairs, others={**pairs.others, **altered})
+            more = embed_altered(self, batch) | embed_phrases(self, batch)
+        pairs = dataclasses.replace(pairs, others={**pairs.others, **more})
         groups = groups_of(batch, getattr(self.config, "positives", "own"))
         pairs = dataclasses.replace(pairs, groups=groups, labels_BL=batch.labels_BL)
         return pairs if row_K is None else pairs.rows(row_K)
@@ -422,16 +432,12 @@ class DualEncoder(System):
         return Losses(0 * losses.total, {name: 0 * term for name, term in losses.terms.items()})
 
     def _compare_all(self, pairs: Pairs) -> Losses:
-        """Return the losses of `compare_pairs`, and those of altered texts."""
-        kinds = altered_kinds(self.config)
-        others = {name: side for name, side in pairs.others.items() if name not in kinds}
-        result = self.compare_pairs(dataclasses.replace(pairs, others=others))
-        if not kinds:
-            return result
-        scale = self.scale() if self.learns_scale else 1 / self.config.temperature
-        terms = altered_terms(pairs, kinds, scale)
-        total = sum((kinds[kind] * term for kind, term in terms.items()), start=result.total)
-        return Losses(total, {**result.terms, **terms})
+        """Return the losses of `compare_pairs`, and those of altered texts and of boxes."""
+        own = {name: side for name, side in pairs.others.items() if name not in _MORE_SIDES}
+        result = self.compare_pairs(dataclasses.replace(pairs, others=own))
+        more = altered_terms(self, pairs) | box_terms(self, pairs)
+        total = sum((weight * value for value, weight in more.values()), start=result.total)
+        return Losses(total, {**result.terms, **{name: value for name, (value, _) in more.items()}})
 
     def forward(self, batch: Batch) -> Losses:
         """Return the losses of a batch; negatives come from the global batch of all ranks, with

@@ -305,7 +305,12 @@ class LocalDualEncoder(DualEncoder):
         The text's first token takes part in the attention and is not shown. Over the grid of
         regions a map sums to 1, and to 0 for a text without words.
         """
-        words_BWE, mask_BW, regions_BPE, attention_BWP = self._attended(image_BCHW, texts)
+        _check_pairs(image_BCHW, texts)
+        return self.text_maps(self.embed_images(image_BCHW), self.embed_texts(texts))
+
+    def text_maps(self, images: Embeddings, texts: Embeddings) -> Tensor:
+        """Return (B, P): `cell_maps` of embeddings, text i in image i."""
+        words_BWE, mask_BW, regions_BPE, attention_BWP = self._attended(images, texts)
         match_BW = F.cosine_similarity(
             attention_BWP @ regions_BPE.float(), words_BWE.float(), dim=2
         )
@@ -319,7 +324,9 @@ class LocalDualEncoder(DualEncoder):
         Words are the tokenizer's, in order. Raises ConfigError unless there are as many texts as
         images.
         """
-        _, mask_BW, _, attention_BWP = self._attended(image_BCHW, texts)
+        _check_pairs(image_BCHW, texts)
+        embedded = self.embed_images(image_BCHW), self.embed_texts(texts)
+        _, mask_BW, _, attention_BWP = self._attended(*embedded)
         return attention_BWP.unflatten(2, self.image_encoder.grid(*image_BCHW.shape[2:])), mask_BW
 
     def without_first_token(self, texts: Embeddings) -> Embeddings:
@@ -327,18 +334,14 @@ class LocalDualEncoder(DualEncoder):
         return _without_first(texts) if self.config.text_token else texts
 
     def _attended(
-        self, image_BCHW: Tensor, texts: Sequence[str]
+        self, images: Embeddings, texts: Embeddings
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return words_BWE, mask_BW, regions_BPE and attention_BWP, without the text's first
         token.
         """
-        if len(image_BCHW) != len(texts):
-            message = f"expected as many texts as images, got {len(texts)} and {len(image_BCHW)}"
-            raise ConfigError(message, "mismatch", field="texts")
-        embedded = self.embed_texts(texts)
-        regions_BPE, _ = local_features(self.embed_images(image_BCHW))
-        attention_BWP = self.attend(regions_BPE, *local_features(embedded))
-        words_BWE, mask_BW = local_features(self.without_first_token(embedded))
+        regions_BPE, _ = local_features(images)
+        attention_BWP = self.attend(regions_BPE, *local_features(texts))
+        words_BWE, mask_BW = local_features(self.without_first_token(texts))
         return (
             words_BWE,
             mask_BW,
@@ -361,6 +364,12 @@ class LocalDualEncoder(DualEncoder):
             local_NPE: Tensor = head(*arguments)
         norm = self.config.local_feature_norm
         return local_NPE if norm is None else norm * F.normalize(local_NPE, dim=-1)
+
+
+def _check_pairs(image_BCHW: Tensor, texts: Sequence[str]) -> None:
+    if len(image_BCHW) != len(texts):
+        message = f"expected as many texts as images, got {len(texts)} and {len(image_BCHW)}"
+        raise ConfigError(message, "mismatch", field="texts")
 
 
 def local_features(embeddings: Embeddings) -> tuple[Tensor, Tensor]:

@@ -474,10 +474,11 @@ class QueryEncoder(DualEncoder):
 
     def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
         """Return the attention of each text's queries (`ask`)."""
-        _, attention_BP = self._ask_pairs(
-            self._grid_of(self.embed_images(image_BCHW)), self.embed_texts(texts).global_NE
-        )
-        return attention_BP
+        return self.attend_texts(self._grid_of(self.embed_images(image_BCHW)), texts)
+
+    def attend_texts(self, grid_NPD: Tensor, texts: Sequence[str]) -> Tensor:
+        """Return (N, P): the attention of each text's queries (`ask`) over its own grid."""
+        return self._ask_pairs(grid_NPD, self.embed_texts(texts).global_NE)[1]
 
     def _ask_pairs(self, grid_NPD: Tensor, vectors_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-odds (N,) and the attention (N, P) of each image's own text."""
