@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
@@ -59,11 +60,13 @@ from medvl.eval.vqa.accuracy import (
 from medvl.eval.vqa.controls import (
     CONTROLS,
     GAIN_OVER_TEXT_ONLY,
+    SWAPPED,
     TEXT_ONLY,
     TITLES,
     control_sources,
 )
 from medvl.eval.vqa.examples import Explain, Pixels, choose_examples, example_cards, explain
+from medvl.eval.vqa.outside import export_questions, read_answers, with_options
 from medvl.eval.vqa.predictions import (
     QUESTION_ONLY,
     Predictions,
@@ -72,7 +75,6 @@ from medvl.eval.vqa.predictions import (
     model_vocabulary,
     question_data,
     questions_beside,
-    read_predictions,
 )
 from medvl.eval.vqa.protocol import AnswerVocabulary, VQAProtocol, get_protocol
 from medvl.models.downstream.vqa.model import VQA
@@ -329,7 +331,8 @@ def _plot(result: VQAResult) -> list[Pictures]:
 class _Answers:
     """Predictions and their origin."""
 
-    predictions: Predictions
+    predictions: Predictions | None
+    """None for the baselines alone."""
     name: str
     inputs: Mapping[str, str]
     vocabulary: AnswerVocabulary | Literal["protocol"] | None = "protocol"
@@ -378,7 +381,15 @@ class QuestionAnswering(Evaluation):
     """folder of a checkpoint of recipes/vqa_finetune.py"""
     predictions: Path | None = None
     """answers of another system instead of a checkpoint: JSON lines with id, answer and optional
-    score
+    score; samples of lmms-eval; or results.json of MedEvalKit
+    """
+    control_predictions: tuple[str, ...] = ()
+    """answers of the same system to an exported control, such as text_only=FILE"""
+    parser: str = "medvl-1"
+    """rule that maps free text to options, of questions with options: medvl-1 or medevalkit"""
+    export: Path | None = None
+    """folder for the questions with images, and for those of text_only and image_swapped, as a data
+    set of the hub with tasks of lmms-eval
     """
     train: Path | None = None
     """folder of shards with the training questions, from which the baselines are built, and with
@@ -395,10 +406,17 @@ class QuestionAnswering(Evaluation):
     """seed of swapped images and noise"""
 
     def output(self, options: OutputOptions) -> OutputFolder:
-        """Return the folder of the results of the checkpoint or the file of predictions."""
-        if (self.checkpoint is None) == (self.predictions is None):
-            message = "give exactly one of --checkpoint and --predictions"
+        """Return the folder of the results of the checkpoint or the file of predictions; of the
+        baselines below the exported questions.
+        """
+        if self.checkpoint is not None and self.predictions is not None:
+            message = "give one of --checkpoint and --predictions"
             raise ConfigError(message, "conflict", field="checkpoint")
+        if self.checkpoint is None and self.predictions is None:
+            if self.export is None:
+                message = "give one of --checkpoint, --predictions and --export"
+                raise ConfigError(message, "missing", field="checkpoint")
+            return OutputFolder(options.out or self.export / "baselines", replace=options.replace)
         return options.folder(self.checkpoint or self.predictions, "vqa")
 
     def run(self, setup: Setup) -> Outcome:
@@ -412,11 +430,14 @@ class QuestionAnswering(Evaluation):
         questions = question_data([shards] if alone else [ShardSource(folders[0]), shards])
         setup.settle(questions=questions.fingerprint)
         elsewhere = questions_beside(folders)
-        answers = (
-            self._from_file()
-            if self.checkpoint is None
-            else self._from_checkpoint(self.checkpoint, shards, rules, setup)
-        )
+        if self.export is not None:
+            self._export(shards, self.export)
+        if self.checkpoint is not None:
+            answers = self._from_checkpoint(self.checkpoint, shards, rules, setup)
+        else:
+            answers = self._from_files(
+                [each.question for each in questions_in_split(shards, self.split)]
+            )
         result = evaluate_answers(
             questions,
             answers.predictions,
@@ -469,13 +490,38 @@ class QuestionAnswering(Evaluation):
             explain=functools.partial(explain, model, source),
         )
 
-    def _from_file(self) -> _Answers:
-        assert self.predictions is not None
+    def _from_files(self, questions: Sequence[Question]) -> _Answers:
+        if self.predictions is None:
+            return _Answers(predictions=None, name="", inputs={})
+        files = {MODEL: self.predictions, **self._control_files()}
+        answers = {
+            name: with_options(read_answers(file, questions), questions, self.parser)
+            for name, file in files.items()
+        }
         return _Answers(
-            predictions=read_predictions(self.predictions),
+            predictions=answers.pop(MODEL),
             name=str(self.predictions),
             inputs={"predictions": sha256(self.predictions)},
+            controls=answers,
         )
+
+    def _control_files(self) -> dict[str, Path]:
+        files = {}
+        for text in self.control_predictions:
+            name, _, file = text.partition("=")
+            if name not in CONTROLS or not file:
+                message = f"expected {', '.join(CONTROLS)} with =FILE, got {text!r}"
+                raise ConfigError(message, "malformed", field="control_predictions")
+            files[name] = Path(file)
+        return files
+
+    def _export(self, shards: ShardSource, folder: Path) -> None:
+        source = QuestionSource(shards, self.split, (), str)
+        train = shards if self.train is None else ShardSource(self.train)
+        controls = control_sources(source, train, color=True, seed=self.seed)
+        kept = {name: controls[name] for name in (TEXT_ONLY, SWAPPED) if name in controls}
+        name = re.sub(r"\W+", "_", shards.manifest.corpus)
+        export_questions({self.split: source, **kept}, folder, name)
 
     @staticmethod
     def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:

@@ -207,6 +207,8 @@ class LikelihoodScorer(OptionScorer):
     """
 
     name: ClassVar[Score] = "likelihood"
+    scores_end = False
+    """Whether the closing token counts: an answer ends there, a statement in a report does not."""
 
     def __init__(self, model: ReportGenerator, templates: Templates) -> None:
         self.model = model
@@ -242,9 +244,10 @@ class LikelihoodScorer(OptionScorer):
         return batch
 
     def _log_probability(self, texts: Sequence[str], read: Any) -> tuple[Tensor, Tensor]:
-        """Return sums of log-probabilities, and numbers of tokens, without the closing one."""
-        ids = [torch.tensor(text_ids(self.tokenizer, text)) for text in texts]
-        if any(len(each) == 0 for each in ids):
+        """Return sums of log-probabilities, and numbers of tokens."""
+        end = (self.tokenizer.sep_id,) if self.scores_end else ()
+        ids = [torch.tensor((*text_ids(self.tokenizer, text), *end)) for text in texts]
+        if any(len(each) == len(end) for each in ids):
             raise EvaluationError("expected options with words", "empty", field="options")
         device = self.model.device
         ids_QT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
@@ -259,6 +262,8 @@ class PromptLikelihoodScorer(LikelihoodScorer):
     """Log-probability of the words of an option behind the image and the question, as a causal
     language model reads them.
     """
+
+    scores_end = True
 
     def _texts(self, question: Question, option: str) -> list[str]:
         return [option]

@@ -166,6 +166,12 @@ def test_letters_and_texts_of_a_causal_language_model(
         texts.score(batch, [asked[0], question(*OPTIONS), asked[2]]),
     )
     assert first[1].scores[::-1] == pytest.approx(second[1].scores, abs=1e-4)
+    expected = model.score_options(
+        batch.image_BCHW[batch.image_of_B], batch.texts, [each.options for each in asked],
+        length="sum",
+    )  # fmt: skip
+    for given, own in zip(first, expected, strict=True):
+        assert given.scores == pytest.approx(own.tolist(), abs=1e-3)
     other = dataclasses.replace(batch, texts=["Which Answer ?", *batch.texts[1:]])
     assert texts.score(other, asked)[0].scores != pytest.approx(first[0].scores, abs=1e-6)
 
