@@ -27,7 +27,7 @@ def infer(
     *,
     checkpoint: str,
     texts: tuple[str, ...] = (),
-    prompts: str = "chexpert_ensemble",
+    prompts: str = "",
     calibration: Path | None = None,
     out: Path | None = None,
     overlays: int = 1,
@@ -40,13 +40,15 @@ def infer(
     table.
 
     Args:
-        images: DICOM, JPEG and PNG files, and folders with them; for the checkpoint demo, by
-            default demo.png, a synthetic radiograph that is drawn where there is none.
+        images: DICOM, JPEG and PNG files, and folders with them; for a model of volumes, NIfTI
+            files and folders of DICOM series; for the checkpoint demo, by default demo.png, a
+            synthetic radiograph that is drawn where there is none.
         checkpoint: a run or a checkpoint, such as runs/convirt, hf-hub:OWNER/NAME, or demo, a small
             model of synthetic radiographs.
         texts: findings or phrases for a dual-encoder, labels of a classifier (default: all of
             them), questions for a VQA model; report generators take none.
-        prompts: prompt set of dual-encoders: a name (`medvl list prompts`) or a JSON file.
+        prompts: prompt set of dual-encoders: a name (`medvl list prompts`) or a JSON file; default
+            chexpert_ensemble, and ct_clip for volumes.
         calibration: file of `medvl eval calibrate`; default the one of the checkpoint, if there is
             one. Without it, values are scores, which rank images and are no probabilities.
         out: folder for results.jsonl, results.csv and overlays; the same command again continues
@@ -60,25 +62,28 @@ def infer(
             header are marked and counted in a warning.
         device: auto, cpu or cuda.
     """
-    from medvl.errors import ConfigError
     from medvl.eval.core.open import load_model
     from medvl.eval.core.results import checkpoint_sha256
     from medvl.eval.zero_shot_classification.calibration import calibration_for
     from medvl.eval.zero_shot_classification.prompts import load_prompts
-    from medvl.inference.folder import ImageModel, can_draw, count_skipped, find_images, infer_files
+    from medvl.inference.folder import (
+        ImageModel,
+        can_draw,
+        count_skipped,
+        find_images,
+        find_volumes,
+        infer_files,
+        reads_volumes,
+    )
     from medvl.models import DualEncoder
 
-    for field, value, low in (
-        ("batch", batch, 1),
-        ("overlays", overlays, 0),
-        ("frame", frame or 0, 0),
-    ):
-        if value < low:
-            raise ConfigError(
-                f"expected {field} of {low} or more, got {value}", "out_of_range", field=field
-            )
-    paths = find_images(images or _example(checkpoint))
+    _check_numbers(("batch", batch, 1), ("overlays", overlays, 0), ("frame", frame or 0, 0))
+    if not images:
+        images = _example(checkpoint)
     loaded = load_model(Path(checkpoint), device)
+    of_volumes = reads_volumes(loaded)
+    paths = find_volumes(images) if of_volumes else find_images(images)
+    prompts = prompts or ("ct_clip" if of_volumes else "chexpert_ensemble")
     fitted = None
     reason = "only scores by prompts are calibrated"
     if isinstance(loaded, DualEncoder):
@@ -112,6 +117,8 @@ def infer(
     skipped = count_skipped(results)
     if sum(skipped.values()) == len(results):
         advice = "expected DICOM, JPEG or PNG files, or folders with them; unpack archives first"
+        if of_volumes:
+            advice = "expected NIfTI files or folders of DICOM series in Hounsfield units"
         raise ConfigError(
             f"no image could be read: {_counts(skipped)}; {advice}", "empty", field="images"
         )
@@ -127,6 +134,15 @@ def infer(
     return "\n".join(
         [*lines, "", *(str(out / name) for name in sorted(path.name for path in out.iterdir()))]
     )
+
+
+def _check_numbers(*options: tuple[str, int, int]) -> None:
+    """Raise ConfigError for an option (name, value, least value) below its least value."""
+    for field, value, low in options:
+        if value < low:
+            raise ConfigError(
+                f"expected {field} of {low} or more, got {value}", "out_of_range", field=field
+            )
 
 
 def _example(checkpoint: str) -> tuple[Path, ...]:

@@ -28,6 +28,7 @@ from medvl.common.text_files import csv_text
 from medvl.common.untrusted import parse_json
 from medvl.data.images.codecs import encode_png
 from medvl.data.images.read import starts_like_dicom
+from medvl.data.volumes.transform import VolumeTransform
 from medvl.errors import ConfigError, EvaluationError, ImageError, MedvlError
 from medvl.eval.grounding.evaluation import draw_grounding
 from medvl.eval.report_generation.generate import ReportWriter
@@ -278,7 +279,8 @@ def read_files(
         except OSError:
             return "unreadable"
 
-    with ThreadPoolExecutor(_READERS) as pool:  # decoders run outside of Python's lock
+    readers = 1 if reads_volumes(model) else _READERS  # a large CT takes a gigabyte
+    with ThreadPoolExecutor(readers) as pool:  # decoders run outside of Python's lock
         return list(pool.map(read, paths))
 
 
@@ -311,7 +313,7 @@ def _draw(
 
 def can_draw(model: ImageModel) -> bool:
     """Return whether the model has heat maps of its texts."""
-    if not isinstance(model.model, DualEncoder | VQA):
+    if not isinstance(model.model, DualEncoder | VQA) or reads_volumes(model.model):
         return False
     try:
         heatmap(model.model, np.zeros((64, 64), np.uint8), model.names[0])
@@ -408,6 +410,43 @@ def find_images(paths: Iterable[Path | str]) -> list[Path]:
             field="images",
         )
     return list(images)
+
+
+VOLUME_SUFFIXES = (".nii", ".nii.gz")
+
+
+def reads_volumes(model: System) -> bool:
+    """Return whether a model takes volumes in place of images."""
+    transform: Any = model.transform
+    return isinstance(transform, VolumeTransform)
+
+
+def find_volumes(paths: Iterable[Path | str]) -> list[Path]:
+    """Return the volumes among paths: files as they are, and of a folder all NIfTI files below it
+    and all folders that hold DICOM files, one series each.
+
+    Raises ImageError for a path that does not exist, and for folders without a volume.
+    """
+    volumes: dict[Path, None] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ImageError(f"{path} does not exist", "not_found", field="images")
+        if path.is_file():
+            volumes[path] = None
+            continue
+        for parent, folders, names in os.walk(path):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            files = [Path(parent, name) for name in sorted(names) if not name.startswith(".")]
+            volumes |= dict.fromkeys(
+                file for file in files if file.name.lower().endswith(VOLUME_SUFFIXES)
+            )
+            if any(_is_dicom(file) for file in files):
+                volumes[Path(parent)] = None
+    if not volumes:
+        raise ImageError(
+            "expected NIfTI files, or folders of DICOM series; got none", "empty", field="images"
+        )
+    return list(volumes)
 
 
 def _below(folder: Path) -> Iterator[Path]:

@@ -17,6 +17,8 @@ from medvl.common.config_io import differences, former_fields, from_dict, to_dic
 from medvl.common.files import new_folder, new_path, write_atomic
 from medvl.data.tokenizer.tokenizer import load_tokenizer
 from medvl.data.transforms.image import EvalTransform, OriginalTransform
+from medvl.data.volumes.options import VolumeOptions
+from medvl.data.volumes.transform import OriginalVolumeTransform, VolumeTransform
 from medvl.errors import CheckpointError, ConfigError, WeightsError
 from medvl.models.base import LORA_FIELDS, System
 from medvl.models.card import model_card
@@ -41,6 +43,7 @@ from medvl.models.checkpoint_folder import (
     load_weights,
     manifests_of,
     read_config,
+    read_training,
     read_weights,
     record_training,
     recorded_run,
@@ -161,7 +164,30 @@ def load(folder: Path | str) -> System:
     options = shard_options(folder)
     if options is not None and isinstance(model.transform, EvalTransform):
         model.transform = OriginalTransform(**model.transform.settings(), **options)
+    transform: Any = model.transform
+    volume = _volume_options(folder)
+    if volume is not None and isinstance(transform, VolumeTransform):
+        original: Any = OriginalVolumeTransform(size=transform.size, shards=volume)
+        model.transform = original
     return model.eval()
+
+
+def _volume_options(folder: Path) -> VolumeOptions | None:
+    """Return how the shards of volumes that a checkpoint was trained on were made from original
+    files; None without a training manifest, and for shards of images.
+
+    Raises CheckpointError for impossible values.
+    """
+    if not (folder / TRAIN_MANIFEST).is_file():
+        return None
+    stored = read_training(folder)[0].get("options", {}).get("volume")
+    if not isinstance(stored, dict):
+        return None
+    try:
+        return from_dict(VolumeOptions, stored)
+    except ConfigError as error:
+        message = f"{folder / TRAIN_MANIFEST} has impossible options of the shards: {error}"
+        raise CheckpointError(message, "malformed") from error
 
 
 def load_towers(model: System, folder: Path | str) -> None:

@@ -106,7 +106,7 @@ def test_kinds_of_synthetic_images_are_those_of_their_generators() -> None:
 def test_every_corpus_of_images_has_a_kind() -> None:
     from medvl.data import list_corpora
 
-    own = {"generated", "table", "parquet", "text", "webdataset", "concepts"}
+    own = {"generated", "table", "parquet", "text", "volumes", "webdataset", "concepts"}
     assert {
         name for name in list_corpora() if name not in own and image_kind(name) is None
     } == set()

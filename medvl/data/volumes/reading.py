@@ -48,6 +48,11 @@ def read_volume(
         volume = dataclasses.replace(volume, modality=file.modality)
     if volume.modality == "CT":
         check_hounsfield(volume)
+    return prepared(volume, options)
+
+
+def prepared(volume: Volume, options: VolumeOptions) -> Volume:
+    """Return a volume with the spacing and size of `options`."""
     if options.spacing is not None:
         volume = resample_volume(volume, options.spacing, antialias=options.antialias)
     if options.size is not None:

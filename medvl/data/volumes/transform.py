@@ -4,15 +4,23 @@ Values stay Hounsfield units in int16; the encoder applies its window on the dev
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from medvl.data.volumes.volume import AIR
-from medvl.errors import ConfigError
+from medvl.common.untrusted import ANYWHERE
+from medvl.data.volumes.options import VolumeFile, VolumeOptions
+from medvl.data.volumes.volume import AIR, Volume
+from medvl.errors import ConfigError, VolumeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, int, int]
+_IMAGES = (".png", ".jpg", ".jpeg", ".dcm", ".dicom")
 
 
 class Cut(NamedTuple):
@@ -59,7 +67,58 @@ class VolumeTransform:
         depth, height, width = self.size
         return 2 * depth * height * width
 
-    def cut(self, shape: Shape, rng: np.random.Generator | None = None) -> Cut:
+    @property
+    def stored(self) -> VolumeOptions:
+        """Spacing and size of the shards that the model was trained on."""
+        return VolumeOptions()
+
+    def __call__(self, volumes: Any) -> "Tensor":
+        """Prepare volumes for a model: return int16 (B, 1, D, H, W) of `size`.
+
+        Args:
+            volumes: one volume or a list of them: NIfTI files, folders of DICOM series, `Volume`,
+                or int16 arrays (D, H, W) of the shards' spacing.
+
+        Raises VolumeError, DicomError or FileNotFoundError if a volume cannot be read, ConfigError
+        for an empty list.
+        """
+        import torch
+
+        listed = volumes if isinstance(volumes, list | tuple) else [volumes]
+        if not listed:
+            raise ConfigError(
+                "expected at least one volume, got an empty list", "empty", field="images"
+            )
+        cuts = [self.fill(values, self.cut(values.shape)) for values in map(self.read, listed)]
+        return torch.from_numpy(np.stack(cuts))[:, None]
+
+    def read(self, volume: Any, *, frame: int | None = None) -> np.ndarray:
+        """Return the values of an original volume as its shards would store them: int16 (D, H, W).
+
+        `frame`, which transforms of images have, is not used. Raises as a call does.
+        """
+        from medvl.data.volumes.reading import prepared, read_volume
+
+        if isinstance(volume, str | os.PathLike):
+            path = Path(volume)
+            if path.suffix.lower() in _IMAGES and path.is_file():
+                raise VolumeError(
+                    f"expected a NIfTI file or the folder of a DICOM series, got {path}; the model "
+                    "reads volumes",
+                    "unsupported",
+                )
+            return read_volume(path, VolumeFile(), self.stored, ANYWHERE).hu_DHW
+        if isinstance(volume, Volume):
+            return prepared(volume, self.stored).hu_DHW
+        values = np.asarray(volume)
+        if values.ndim != 3 or values.dtype != np.int16:
+            raise VolumeError(
+                f"expected int16 Hounsfield units (D, H, W), got {values.dtype} {values.shape}",
+                "unsupported",
+            )
+        return values
+
+    def cut(self, shape: Sequence[int], rng: np.random.Generator | None = None) -> Cut:
         """Return the cut of a volume of `shape`, shifted with `rng`."""
         source = []
         target = []
@@ -75,10 +134,25 @@ class VolumeTransform:
         return Cut((source[0], source[1], source[2]), (target[0], target[1], target[2]))
 
     def fill(self, slices_DHW: np.ndarray, cut: Cut) -> np.ndarray:
-        """Return int16 (D, H, W) of `size` from the slices of a cut (`Cut.source[0]`)."""
+        """Return int16 (D, H, W) of `size` from a volume, or its slices `Cut.source[0]`."""
         out_DHW = np.full(self.size, AIR, np.int16)
+        if len(slices_DHW) > cut.source[0].stop - cut.source[0].start:  # of a whole volume
+            slices_DHW = slices_DHW[cut.source[0]]
         out_DHW[cut.target] = slices_DHW[:, cut.source[1], cut.source[2]]
         return out_DHW
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OriginalVolumeTransform(VolumeTransform):
+    """The transform of a model that was trained on shards; it prepares original files as conversion
+    to shards does.
+    """
+
+    shards: VolumeOptions = dataclasses.field(default_factory=VolumeOptions)
+
+    @property
+    def stored(self) -> VolumeOptions:
+        return self.shards
 
 
 def stored_shape(extra: Mapping[str, object]) -> Shape:
