@@ -1,25 +1,42 @@
 """Models and data loaders for an evaluation: checkpoints loaded onto a device, shards without
-training patients.
+training patients, webdataset tars as shards.
 """
 
 import dataclasses
+import hashlib
+import json
 import logging
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from medvl.common.files import RunLock, subfolder
 from medvl.data.annotations import MIXED
-from medvl.data.convert.webdataset import cached_shards
+from medvl.data.convert.conversion import PrivateFolder
+from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.data.convert.pipeline import write_shards
+from medvl.data.corpora.registry import FileAccess
+from medvl.data.corpora.webdataset_tars import WebdatasetTars
 from medvl.data.loading.loader import Loader, open_loader
 from medvl.data.loading.sources import Source, check_real, color_for, no_text, region_manifest_of
 from medvl.data.loading.volumes import read_slices
+from medvl.data.privacy import Deidentifier
+from medvl.data.shards.format import MANIFEST
 from medvl.data.shards.regions import find_regions
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import check_against
+from medvl.data.storage.cache import Cache
 from medvl.data.storage.location import Location
-from medvl.data.storage.webdataset_tars import is_tar_pattern
+from medvl.data.storage.webdataset_tars import (
+    TarFields,
+    check_tars,
+    describe_tars,
+    expand_tars,
+    is_tar_pattern,
+)
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
@@ -218,3 +235,44 @@ def shown_pixels(source: ShardSource) -> Callable[[int], np.ndarray]:
         return middle_HWC
 
     return middle
+
+
+_SPLIT = "test"
+
+
+def cached_shards(pattern: str, fields: TarFields | None = None) -> Path:
+    """Return a folder of shards with the samples of webdataset tars; it is made on first use, and
+    kept in the cache.
+
+    Every sample is treated as its own patient, so training patients or articles in the tars cannot
+    be detected; a warning is logged. The folder is identified by the names and sizes of the tars.
+
+    Raises ConfigError, ShardError, StorageError and CorpusError as
+    `medvl.data.corpora.webdataset_tars.WebdatasetTars.plan`.
+    """
+    tars = expand_tars([pattern])
+    fields = fields or TarFields()
+    check_tars(tars)
+    sizes = [(str(tar), tar.stat().st_size) for tar in tars]
+    names = [fields.image, fields.text, fields.key_end, *fields.where]
+    identity = hashlib.sha256(json.dumps([sizes, *names]).encode()).hexdigest()
+    out = subfolder(Cache.from_environment().make_private(), "webdataset") / identity[:32]
+    _log.warning(
+        "%s: tars without a manifest; patients or articles that the model was trained on are "
+        "not noticed",
+        describe_tars(tars),
+    )
+    with RunLock(out.with_name(f"{out.name}-lock"), error=ConfigError, field="data"):
+        if not (out / _SPLIT / MANIFEST).is_file():
+            deid = Deidentifier(hashlib.sha256(b"webdataset tars").digest())
+            access = FileAccess(copies=PrivateFolder(out).create() / "copies")
+            tars_of = WebdatasetTars(tars=(pattern,), members=fields, splits=(f"{_SPLIT}=1",))
+            plan = tars_of.plan(deid, access)
+            write_shards(
+                plan,
+                deid,
+                ShardRun(out=out, max_skipped=0.05),
+                ShardOptions(color=True, keep_textless=True),
+            )
+            shutil.rmtree(PrivateFolder(out).path)
+    return out / _SPLIT
