@@ -29,10 +29,13 @@ from medvl.eval.html.tables import Cell, Table, metric_cell
 _METRICS = {
     "auroc": "AUROC",
     "auroc_gap": "AUROC gap",
+    "brier": "Brier score",
     "ece": "calibration error",
     "f1": "F1",
     "mcc": "MCC",
     "cnr": "CNR",
+    "mrr": "MRR",
+    "ndcg": "NDCG",
 }
 _PAIRED = "Differences are paired; an arrow marks those whose interval excludes 0."
 _TARGETS = {
@@ -69,12 +72,8 @@ def write_comparison(
     )
     names = list(dict.fromkeys(run.name for comparison in comparisons for run in comparison.runs))
     facts = [("Compared with", comparisons[0].runs[0].name)] if len(names) > 1 else []
+    facts += _run_facts(comparisons)
     for comparison in comparisons:
-        for run in comparison.runs:
-            weights = run.results.inputs.get("checkpoint")
-            checkpoint = f", checkpoint sha256 {weights[:12]}" if weights else ""
-            named = comparison.title or comparison.protocol
-            facts.append((run.name, f"{named}{checkpoint}"))
         facts += [(f"{_name(comparison)} differs", note) for note in comparison.notes]
     targets = {
         row.target for comparison in comparisons for row in _rows(comparison) if row_order(row) == 1
@@ -99,6 +98,22 @@ def write_comparison(
         findings=list(dict.fromkeys(findings)),
     )
     return [written, write_page(page, folder / "index.html")]
+
+
+def _run_facts(comparisons: Sequence[Comparison]) -> Iterator[tuple[str, str]]:
+    """Yield each run with its protocols and the hash of its weights, once for the same weights.
+
+    Titles stand in the headlines.
+    """
+    protocols: dict[tuple[str, str], list[str]] = {}
+    for comparison in comparisons:
+        for run in comparison.runs:
+            weights = run.results.inputs.get("checkpoint")
+            checkpoint = f"checkpoint sha256 {weights[:12]}" if weights else ""
+            known = protocols.setdefault((run.name, checkpoint), [])
+            known += [] if comparison.title else [comparison.protocol]
+    for (name, checkpoint), known in protocols.items():
+        yield name, ", ".join([*known, *([checkpoint] if checkpoint else [])])
 
 
 def format_comparison(comparison: Comparison) -> str:
@@ -157,17 +172,39 @@ def _main_rows(comparison: Comparison) -> list[MetricRow]:
 
 
 def _headlines(comparison: Comparison) -> list[tuple[str, str, str]]:
-    row = next(iter(_main_rows(comparison)), None)
-    if row is None:
+    """Return a box for each run, or one with the change if the comparison has a title and two
+    runs.
+    """
+    rows = _main_rows(comparison)
+    if not rows:
         return []
+    if comparison.title and len(comparison.runs) == 2:
+        return [_change(comparison, rows)]
+    row = rows[0]
     label = f"{comparison.title}: {_label(row)}" if comparison.title else _label(row)
     return [
-        headline(
-            f"{label}, {run.name}",
-            comparison.value(n, row.name) or MetricRow(metric=row.metric, target=""),
-        )
+        headline(f"{label}, {run.name}", _value(comparison, n, row))
         for n, run in enumerate(comparison.runs)
     ]
+
+
+def _change(comparison: Comparison, rows: Sequence[MetricRow]) -> tuple[str, str, str]:
+    """Return the box of the first metric: the value of the second run, and beside it that of the
+    first and their difference.
+    """
+    paired = comparison.differences[0]
+    metric = rows[0].metric.partition("@")[0]  # a probe is paired at a share of the labels
+    same = [row for row in rows if row.metric.partition("@")[0] == metric]
+    row = next((row for row in same if row.name in paired), rows[0])
+    label, after, _ = headline(f"{comparison.title}: {_label(row)}", _value(comparison, 1, row))
+    _, before, _ = headline("", _value(comparison, 0, row))
+    difference = _difference(paired.get(row.name))
+    parts = [f"{comparison.runs[0].name} {before},", difference.text, difference.small]
+    return label, after, " ".join(part for part in parts if part)
+
+
+def _value(comparison: Comparison, run: int, row: MetricRow) -> MetricRow:
+    return comparison.value(run, row.name) or MetricRow(metric=row.metric, target="")
 
 
 def _label(row: MetricRow) -> str:
@@ -219,7 +256,7 @@ def _summary(comparison: Comparison) -> Iterator[Table]:
             row
         )
     for metric, of_scale in scales.items():
-        part = f", {_metric(metric).lower()}" if metric and len(scales) > 1 else ""
+        part = f", {_metric(metric)}" if metric and len(scales) > 1 else ""
         yield _table(
             comparison,
             of_scale,
@@ -384,7 +421,8 @@ def _roc_curves(comparison: Comparison, prefix: str) -> Pictures:
 
 
 def _metric(name: str) -> str:
-    return _METRICS.get(name, name.replace("_", " "))
+    base, at, share = name.partition("@")
+    return f"{_METRICS.get(base, base.replace('_', ' '))}{at}{share}"
 
 
 def _name(comparison: Comparison) -> str:

@@ -4,6 +4,7 @@ checkpoints on disk.
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from medvl.cli import main as cli
 from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.eval import RetrievalList, Setup, read_results
+from medvl.eval.core.results import checkpoint_sha256, format_value
 from medvl.models import create_classifier
 from medvl.models.checkpoint import save
 
@@ -380,6 +382,11 @@ def test_before_after_writes_one_page_of_paired_differences(home: Path, tmp_path
     ]
     page = (out / "index.html").read_text()
     assert "Before and after training" in page
+    assert "Brier score, mean over classes" in page
+    assert len(re.findall(f"<dd>checkpoint sha256 {checkpoint_sha256(trained)[:12]}", page)) == 1
+    boxes = re.findall(r'class="what">(.*?): (.*?)</span><strong>(.*?)</strong><small>start', page)
+    assert [title for title, _, _ in boxes] == list(compared), "one box for each evaluation"
+    headlines = {title: rest for title, *rest in boxes}
     for title, comparison in compared.items():
         assert title in page
         rows = {row["name"]: row for row in comparison["rows"]}
@@ -388,6 +395,10 @@ def test_before_after_writes_one_page_of_paired_differences(home: Path, tmp_path
         results = [read_results(folder / run) for run in ("start", "trained")]
         values = [next(row.value for row in each.rows if row.name == name) for each in results]
         assert [one["value"] for one in rows[name]["values"]] == pytest.approx(values)
+        label, after = headlines[title]
+        main = "auroc@100%/macro" if title == "Linear probe" else name
+        assert label.startswith("recall@1" if title.startswith("Retrieval") else "AUROC")
+        assert after == format_value(next(row for row in results[1].rows if row.name == main))[:5]
         difference = rows[name]["differences"][0]
         assert difference["value"] == pytest.approx(values[1] - values[0])
         assert difference["low"] <= difference["value"] <= difference["high"]
