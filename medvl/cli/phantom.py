@@ -245,6 +245,16 @@ COMMANDS: dict[str, Callable[..., str]] = {
         "MIMIC-Ext-CXR-QBA: questions with structured answers, and MIMIC-CXR-JPG's images",
         _shards("cxr-qba"),
     ),
+    "diff-vqa": _command(
+        "diff_vqa",
+        "Medical-Diff-VQA: questions about pairs of dates, and MIMIC-CXR-JPG's images",
+        _shards("diff-vqa"),
+    ),
+    "gemex": _command(
+        "gemex",
+        "GEMeX: questions whose answers have boxes, and MIMIC-CXR-JPG's images",
+        _shards("gemex"),
+    ),
     "brax": _command("brax", "BRAX: PNG files and a table of labels", _shards("brax"), seed=48),
     "rsna": _command(
         "rsna",

@@ -47,7 +47,7 @@ _CORPORA = {
             ),
             *("nih-cxr14", "object-cxr", "openi", "padchest", "qata", "r2gen-annotation", "rsna"),
             *("chest-imagenome", "padchest-gr", "rexgradient", "rexvqa", "siim", "vindr-cxr"),
-            *("cxr-qba", "mimic-cxr-vqa"),
+            *("cxr-qba", "diff-vqa", "gemex", "mimic-cxr-vqa"),
             *("bimcv-covid19", "brax", "candid-ptx", "chestxdet", "vindr-pcxr"),
         ),
         CHEST_RADIOGRAPHS,

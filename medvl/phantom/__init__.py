@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from medvl.phantom.layouts.masks import write_qata as write_qata
     from medvl.phantom.layouts.mimic_questions import (
         write_cxr_qba as write_cxr_qba,
+        write_diff_vqa as write_diff_vqa,
+        write_gemex as write_gemex,
         write_mimic_cxr_vqa as write_mimic_cxr_vqa,
     )
     from medvl.phantom.layouts.questions import (

@@ -56,6 +56,8 @@ _MODULES = {
     "rexvqa": f"{_CORPORA}.questions.rexvqa",
     "pmc-vqa": f"{_CORPORA}.questions.pmc_vqa",
     "mimic-cxr-vqa": f"{_CORPORA}.questions.mimic_cxr_vqa",
+    "diff-vqa": f"{_CORPORA}.questions.diff_vqa",
+    "gemex": f"{_CORPORA}.questions.gemex",
     "cxr-qba": f"{_CORPORA}.questions.cxr_qba",
     "chest-imagenome": f"{_CORPORA}.boxes_and_masks.chest_imagenome",
     "rsna": f"{_CORPORA}.boxes_and_masks.rsna",

@@ -1,6 +1,9 @@
-"""The phantom's questions about MIMIC-CXR in the layouts of MIMIC-CXR-VQA and MIMIC-Ext-CXR-QBA."""
+"""The phantom's questions about MIMIC-CXR in the layouts of MIMIC-CXR-VQA, MIMIC-Ext-CXR-QBA,
+Medical-Diff-VQA and GEMeX.
+"""
 
 import functools
+import itertools
 import json
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from medvl.phantom.language.lexicon import NAMES
+from medvl.phantom.layouts.boxes import phrases
 from medvl.phantom.layouts.reports import MIMIC_TABLES, SPLITS, write_mimic_cxr_patient
 from medvl.phantom.layouts.writer import Form, Options, PatientRows, write_file, write_release
+from medvl.phantom.population.findings import change_of
 from medvl.phantom.population.world import Patient, Study
 
 VQA_FILES = {"train": "train.json", "validate": "valid.json", "test": "test.json"}
@@ -162,3 +167,137 @@ def _qba_rows(archive: Path) -> Iterator[dict[str, str]]:
                     "question.question_type": "finding",
                     "question.quality.rating": _RATINGS[number % len(_RATINGS)],
                 }
+
+
+DIFF_QUESTIONS = "mimic_pair_questions.csv"
+DIFF_IMAGES = "mimic_all.csv"
+_DIFF_COLUMNS = (
+    "study_id", "subject_id", "ref_id", "question_type", "question", "answer", "split",
+)  # fmt: skip
+_DIFF_SPLITS = {"train": "train", "validate": "val", "test": "test"}
+_CHANGED = {"new": "added", "resolved": "gone", "worse": "larger", "better": "smaller"}
+
+
+def write_diff_vqa(
+    out: Path | str,
+    *,
+    patients: int = 100,
+    seed: int = 0,
+    size: int = 512,
+    split: tuple[float, float, float] = (0.8, 0.05, 0.15),
+    workers: int | None = None,
+) -> Path:
+    """Write a phantom Medical-Diff-VQA: questions about each pair of a patient's dates, beside the
+    images and tables of `write_mimic_cxr_jpg` with the same arguments, without reports.
+
+    The answer to "What has changed?" names each finding that is new, gone, larger or smaller, which
+    neither image alone shows. There is a question about presence as well. Returns the folder.
+    """
+    options = Options(
+        corpus="diff-vqa", patients=patients, seed=seed, size=size, split=split, reports=False
+    )
+    tables = {
+        **MIMIC_TABLES,
+        DIFF_QUESTIONS: _DIFF_COLUMNS,
+        DIFF_IMAGES: ("study_id", "dicom_id", "study_order", "view"),
+    }
+    return write_release(Path(out), options, _write_diff_patient, tables, workers)
+
+
+def _write_diff_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
+    rows = write_mimic_cxr_patient(root, patient, options, ".jpg")
+    split = _DIFF_SPLITS[SPLITS[options.split_index(patient.index)]]
+    asked: list[list[object]] = []
+    for before, after in itertools.pairwise(patient.studies):
+        ids = [after.study_id, patient.subject_id, before.study_id]
+        label = _ASKED[after.study_id % len(_ASKED)]
+        present = "yes" if after.labels[label] else "no"
+        asked.append([*ids, "presence", f"Is there {NAMES[label]}?", present, split])
+        question = "What has changed compared to the reference image?"
+        asked.append([*ids, "difference", question, _difference(before, after), split])
+    images: list[list[object]] = [
+        [study.study_id, view.dicom_id, order, view.position]
+        for order, study in enumerate(patient.studies)
+        for view in reversed(study.views)  # laterals first: readers choose by the view
+    ]
+    tables = {**rows.tables, DIFF_QUESTIONS: asked, DIFF_IMAGES: images}
+    return PatientRows(rows.order, tables, rows.truth)
+
+
+def _difference(before: Study, after: Study) -> str:
+    changes = {
+        label: _CHANGED.get(str(change_of(label, before.findings, after.findings)))
+        for label in _ASKED
+    }
+    texts = [f"{NAMES[label]} is {change}" for label, change in changes.items() if change]
+    return "; ".join(texts) or "nothing has changed"
+
+
+GEMEX_FORMS = ("open_ended", "closed_ended", "single_choice", "multi_choice")
+
+
+def write_gemex(
+    out: Path | str,
+    *,
+    patients: int = 100,
+    seed: int = 0,
+    size: int = 512,
+    split: tuple[float, float, float] = (0.8, 0.05, 0.15),
+    workers: int | None = None,
+) -> Path:
+    """Write a phantom GEMeX: four files of questions whose answers have boxes, beside the images
+    and tables of `write_mimic_cxr_jpg` with the same arguments.
+
+    Numbers of questions are unique only inside a file. Returns the folder.
+    """
+    options = Options(
+        corpus="gemex", patients=patients, seed=seed, size=size, split=split, reports=False
+    )
+    tables = {**MIMIC_TABLES, **{f"{form}_question.jsonl": None for form in GEMEX_FORMS}}
+    return write_release(Path(out), options, _write_gemex_patient, tables, workers)
+
+
+def _write_gemex_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
+    rows = write_mimic_cxr_patient(root, patient, options, ".jpg")
+    tables: dict[str, list[list[object]]] = {f"{form}_question.jsonl": [] for form in GEMEX_FORMS}
+    for number, study in enumerate(patient.studies):
+        image = _image_fields(study, patient, "train")["image_path"]
+        boxes = {
+            finding.label: [[box.x, box.y, box.width, box.height] for box in found]
+            for finding, _, found in phrases(study, study.frontal, options.size)
+        }
+        for form, entry in zip(GEMEX_FORMS, _gemex_entries(study), strict=True):
+            places = [
+                (NAMES[label], box) for label in _ASKED if label in boxes for box in boxes[label]
+            ]
+            entry |= {
+                "q_id": 100 * patient.index + number,
+                "image_path": f"files/{image}",
+                "reason": "The phantom's truth.",
+                "ori_report": "Not for the model.",
+                "visual_regions": [name for name, _ in places],
+                "visual_locations": [box for _, box in places],
+            }
+            tables[f"{form}_question.jsonl"].append([json.dumps(entry)])
+    return PatientRows(rows.order, {**rows.tables, **tables}, rows.truth)
+
+
+def _gemex_entries(study: Study) -> Iterator[dict[str, object]]:
+    """Yield an open, a closed, a single-choice and a multi-choice question."""
+    found = [label for label in _ASKED if study.labels[label]]
+    listed = [*(NAMES[label] for label in _ASKED), "none of these"]
+    choices = [f"{letter}: {name}" for letter, name in zip("ABCDE", listed, strict=True)]
+    right = ["ABCD"[_ASKED.index(label)] for label in found] or ["E"]
+    names = ", ".join(NAMES[label] for label in found) or "nothing"
+    yield {"question": "What is abnormal?", "answer": names, "type": "abnormality"}
+    answer = "yes" if found else "no"
+    yield {"question": "Is anything abnormal?", "answer": answer, "type": "presence"}
+    one = found[0] if found else _ASKED[0]
+    options = [f"A: {NAMES[one]} is {'there' if found else 'absent'}", "B: neither is true"]
+    yield {"question": "Which is true?", "answer": "A", "choices": options, "type": "presence"}
+    yield {
+        "question": "Which of these are there?",
+        "answer": right,
+        "choices": choices,
+        "type": "abnormality",
+    }

@@ -16,8 +16,8 @@ from medvl.data.annotations import Question
 from medvl.data.corpora.common import questions as vqa
 from medvl.data.corpora.common.parquet import ParquetLimits, read_parquet
 from medvl.data.corpora.common.rows import RowCounts, cell_text
-from medvl.data.corpora.common.tables import Plan, find_file, malformed, read_table
-from medvl.data.corpora.questions.mimic_cxr_vqa import read_places
+from medvl.data.corpora.common.tables import Plan, find_file, malformed
+from medvl.data.corpora.questions.mimic_cxr_vqa import read_places, read_splits
 from medvl.data.corpora.registry import FileAccess, register_corpus
 from medvl.data.corpora.reports.mimic_cxr import find_table
 from medvl.data.privacy import Deidentifier
@@ -126,12 +126,7 @@ def _frontal_images(
         if place.view in _FRONTAL:
             frontal.setdefault(place.study, image)
     kept = set(frontal.values())
-    columns = ("dicom_id", "split")
-    splits = {
-        row["dicom_id"]: row["split"]
-        for row in read_table(find_table(root, "split"), columns, allowed)
-        if row["dicom_id"] in kept
-    }
+    splits = read_splits(root, kept, allowed)
     return {study: image for study, image in frontal.items() if image in splits}, places, splits
 
 

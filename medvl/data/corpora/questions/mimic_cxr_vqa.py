@@ -104,6 +104,12 @@ def _question(
     )
 
 
+def read_splits(root: Path, images: Container[str], allowed: InputFolders) -> dict[str, str]:
+    """Return image -> its official split, for some images of MIMIC-CXR."""
+    rows = read_table(find_table(root, "split"), ("dicom_id", "split"), allowed)
+    return {row["dicom_id"]: row["split"] for row in rows if row["dicom_id"] in images}
+
+
 def read_places(
     root: Path, table: Path, wanted: Container[str], allowed: InputFolders, by: str = "dicom_id"
 ) -> dict[str, vqa.ImagePlace]:
