@@ -41,6 +41,7 @@ class VolumeDualEncoder(DualEncoder):
     """
 
     image_encoder: Any
+    zero_shot_prompts = "statements"
 
     @classmethod
     def make_encoders(
