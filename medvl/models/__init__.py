@@ -104,6 +104,7 @@ if TYPE_CHECKING:
         ConVIRT as ConVIRT,
         ConVIRTConfig as ConVIRTConfig,
     )
+    from medvl.models.dual_encoders.ct_clip import CTCLIP as CTCLIP, CTCLIPConfig as CTCLIPConfig
     from medvl.models.dual_encoders.cxrclip import (
         CXRCLIP as CXRCLIP,
         CXRCLIPConfig as CXRCLIPConfig,

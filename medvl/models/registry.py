@@ -39,6 +39,7 @@ _MODULES = {
     "classifier": "medvl.models.downstream.classifier",
     "clip": "medvl.models.dual_encoders.clip",
     "convirt": "medvl.models.dual_encoders.convirt",
+    "ct_clip": "medvl.models.dual_encoders.ct_clip",
     "cxrclip": "medvl.models.dual_encoders.cxrclip",
     "cxrmate": "medvl.models.report_generators.cxrmate",
     "detector": "medvl.models.downstream.detector",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.errors import raises
-from helpers.naive_volumes import hlip_tokens
+from helpers.naive_volumes import ctvit_tokens, hlip_tokens
 from helpers.published import random_tensors
 from helpers.published_layers import WIDTH, Tensors, bert_shapes, bert_states, imported, texts
 
@@ -88,3 +88,87 @@ def test_a_file_of_images_is_refused(tmp_path: Path) -> None:
     file["visual.trunk.patch_embed.proj.weight"] = torch.zeros(WIDTH, 3, 3, 3)
     with raises(WeightsError, "mismatch"):
         imported(file, "hlip", tmp_path)
+
+
+def ct_clip_file() -> Tensors:
+    """Patches of 2 x 4 x 4 voxels, a plane of 3 x 3 patches, 16 codes."""
+    inside, width, voxels = 2 * 8, 24, 32
+    shapes: dict[str, tuple[int, ...]] = {
+        "to_patch_emb.1.weight": (voxels,),
+        "to_patch_emb.1.bias": (voxels,),
+        "to_patch_emb.2.weight": (width, voxels),
+        **dict.fromkeys(("to_patch_emb.2.bias", "to_patch_emb.3.weight"), (width,)),
+        "to_patch_emb.3.bias": (width,),
+        "to_patch_emb_first_frame.2.weight": (width, 16),
+        "to_pixels.0.weight": (voxels, width),
+        "vq._codebook.embed": (1, 16, width),
+        "vq._codebook.cluster_size": (1, 16),
+        "spatial_rel_pos_bias.net.0.0.weight": (width, 2),
+        "spatial_rel_pos_bias.net.0.0.bias": (width,),
+        "spatial_rel_pos_bias.net.1.0.weight": (width, width),
+        "spatial_rel_pos_bias.net.1.0.bias": (width,),
+        "spatial_rel_pos_bias.net.2.weight": (2, width),
+        "spatial_rel_pos_bias.net.2.bias": (2,),
+    }
+    for side in ("spatial", "temporal"):
+        prefix = f"enc_{side}_transformer."
+        shapes |= {f"{prefix}norm_out.{leaf}": (width,) for leaf in ("gamma", "beta")}
+        for layer in range(2):
+            name = f"{prefix}layers.{layer}."
+            norms = [f"{name}1.{norm}.{leaf}" for norm in ("norm", "context_norm")
+                     for leaf in ("gamma", "beta")]  # fmt: skip
+            shapes |= dict.fromkeys(norms, (width,))
+            shapes |= {
+                f"{name}0.dsconv.weight": (width, 1, 3, 3, 3),
+                f"{name}0.dsconv.bias": (width,),
+                f"{name}1.null_kv": (2, 0, 8),
+                f"{name}1.q_scale": (8,),
+                f"{name}1.k_scale": (8,),
+                f"{name}1.to_q.weight": (inside, width),
+                f"{name}1.to_kv.weight": (2 * inside, width),
+                f"{name}1.to_out.weight": (width, inside),
+                f"{name}3.0.weight": (width,),
+                f"{name}3.0.bias": (width,),
+                f"{name}3.1.weight": (128, width),
+                f"{name}3.4.weight": (width, 64),
+            }
+    shapes = {f"visual_transformer.{name}": shape for name, shape in shapes.items()}
+    shapes |= {"to_visual_latent.weight": (20, 9 * width), "to_text_latent.weight": (20, WIDTH)}
+    shapes |= {"to_visual_latent_extra.weight": (20, 9 * width), "temperature": ()}
+    file = random_tensors({**shapes, **bert_shapes("text_transformer.", 2)})
+    zeros = [name for name in file if name.endswith(".beta")]
+    return {**file, **{name: torch.zeros(24) for name in zeros}}
+
+
+def test_ct_clip_import_equals_the_released_forward(tmp_path: Path) -> None:
+    """Its slices are exchanged: the released loader gives x where files of medvl have y."""
+    file = ct_clip_file()
+    model = imported(file, "ct_clip", tmp_path)
+    assert model.config.volume_size == (6, 12, 12)
+    generator = torch.Generator().manual_seed(3)
+    hu = torch.randint(-1300, 1300, (6, 12, 12), generator=generator).short()
+    state = {
+        name.removeprefix("visual_transformer."): tensor
+        for name, tensor in file.items()
+        if name.startswith("visual_transformer.")
+    }
+    patches = ctvit_tokens(state, hu.transpose(1, 2), patch=(2, 4, 4), heads=2)
+    plane = torch.from_numpy(patches).float().mean(0).flatten()
+    image = file["to_visual_latent.weight"] @ plane
+    torch.testing.assert_close(
+        model.encode_image(hu[None, None])[0], image / image.norm(), rtol=1e-5, atol=1e-5
+    )
+    ids, mask = texts()
+    states = bert_states(ids, mask, file, "text_transformer.", 2)[-1][:, 0]
+    text = states @ file["to_text_latent.weight"].T
+    torch.testing.assert_close(
+        model.encode_text(ids, mask), text / text.norm(dim=1, keepdim=True), rtol=1e-4, atol=1e-5
+    )
+    assert model.logit_scale == file["temperature"]
+
+
+def test_a_bias_where_ct_clip_has_a_constant_is_refused(tmp_path: Path) -> None:
+    file = ct_clip_file()
+    file["visual_transformer.enc_spatial_transformer.norm_out.beta"] = torch.ones(24)
+    with raises(WeightsError, "mismatch", names="norm_out.beta"):
+        imported(file, "ct_clip", tmp_path)

@@ -38,7 +38,7 @@ VOLUME = {
     "projection_dim": 16,
     **BERT,
 }
-VOLUMES = ("hlip", "hlip sigmoid")
+VOLUMES = ("hlip", "hlip sigmoid", "ct_clip")
 """Systems that read volumes."""
 LOCAL = ("gloria", "mgca", "carzero")
 """Systems with words, which need a tokenizer."""
@@ -224,6 +224,12 @@ def hlip(**settings: Any) -> DualEncoder:
     return medvl.create_model("hlip", **{**VOLUME, **settings})
 
 
+def ct_clip(**settings: Any) -> DualEncoder:
+    torch.manual_seed(0)
+    image = {"patch_size": (2, 6, 6), "embed_dim": 24, "depth": 1, "num_heads": 2, "head_dim": 8}
+    return medvl.create_model("ct_clip", **{**VOLUME, "image_arguments": image, **settings})
+
+
 SYSTEMS: dict[str, Callable[[], DualEncoder]] = {
     "clip": lambda: clip(positives="study"),
     "siglip": siglip,
@@ -244,6 +250,7 @@ SYSTEMS: dict[str, Callable[[], DualEncoder]] = {
     "carzero": carzero,
     "cxrclip": lambda: cxrclip(positives="study"),
     "hlip": lambda: hlip(positives="study"),
+    "ct_clip": lambda: ct_clip(positives="text"),
     "hlip sigmoid": lambda: hlip(bias=-10.0, temperature=0.1),
 }
 

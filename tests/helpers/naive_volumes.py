@@ -86,3 +86,108 @@ def cross(parts: dict, goal: set) -> dict:
         near = [old for old in parts if old[: len(part)] == part or part[: len(old)] == old]
         out[part] = np.mean([parts[old] for old in near], axis=0)
     return out
+
+
+def ctvit_tokens(
+    state: Mapping[str, Tensor],
+    volume_DHW: Tensor,
+    *,
+    patch: tuple[int, int, int],
+    heads: int,
+    window: tuple[float, float] = (-1000.0, 1000.0),
+) -> np.ndarray:
+    """Return the patches (d, h, w, D) of a volume of Hounsfield units by CT-CLIP's released forward
+    pass, from weights by the names of its code (`visual_transformer.` without its prefix).
+    """
+    w = {name: tensor.double().numpy() for name, tensor in state.items()}
+    low, high = window
+    values = np.clip(volume_DHW.double().numpy(), low, high) / 1000
+    pt, p1, p2 = patch
+    grid = tuple(side // step for side, step in zip(values.shape, patch, strict=True))
+    width = len(w["to_patch_emb.2.weight"])
+    tokens = np.zeros((*grid, width))
+    for t, i, j in np.ndindex(*grid):
+        cell = values[t * pt : t * pt + pt, i * p1 : i * p1 + p1, j * p2 : j * p2 + p2].flatten()
+        cell = _norm(cell, w["to_patch_emb.1.weight"], w["to_patch_emb.1.bias"])
+        out = cell @ w["to_patch_emb.2.weight"].T + w["to_patch_emb.2.bias"]
+        tokens[t, i, j] = _norm(out, w["to_patch_emb.3.weight"], w["to_patch_emb.3.bias"])
+    places = [(i, j) for i in range(grid[1]) for j in range(grid[2])]
+    bias = np.array([[_distance_bias(w, a, b) for b in places] for a in places])
+    tokens = tokens.reshape(grid[0], -1, width)
+    tokens = _ctvit_layers(w, "enc_spatial_transformer.", tokens, grid, heads, bias)
+    tokens = tokens.transpose(1, 0, 2)
+    tokens = _ctvit_layers(w, "enc_temporal_transformer.", tokens, grid, heads, None)
+    tokens = tokens.transpose(1, 0, 2).reshape(*grid, width)
+    if "vq._codebook.embed" not in w:
+        return tokens
+    codes = w["vq._codebook.embed"].reshape(-1, width)
+    unit = codes / np.linalg.norm(codes, axis=1, keepdims=True)
+    return codes[(tokens @ unit.T).argmax(-1)]
+
+
+def _norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | float) -> np.ndarray:
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * weight + bias
+
+
+def _distance_bias(
+    w: Mapping[str, np.ndarray], one: tuple[int, int], other: tuple[int, int]
+) -> np.ndarray:
+    x = np.array([np.sign(a - b) * np.log(abs(a - b) + 1) for a, b in zip(one, other, strict=True)])
+    for layer in ("0.0", "1.0"):
+        name = f"spatial_rel_pos_bias.net.{layer}"
+        x = x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+        x = np.where(x > 0, x, 0.1 * x)
+    name = "spatial_rel_pos_bias.net.2"
+    return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+
+def _ctvit_layers(
+    w: Mapping[str, np.ndarray],
+    prefix: str,
+    x: np.ndarray,
+    grid: tuple[int, ...],
+    heads: int,
+    bias: np.ndarray | None,
+) -> np.ndarray:
+    """Parts (M, K, D) of one volume through a Transformer; `bias` is (K, K, heads)."""
+    width = x.shape[2]
+    start = f"{prefix}layers."
+    depth = len({key.removeprefix(start).split(".")[0] for key in w if key.startswith(start)})
+    for layer in range(depth):
+        name = f"{start}{layer}."
+        cells = np.zeros((grid[0] + 2, grid[1] + 2, grid[2] + 2, width))
+        cells[2:, 1:-1, 1:-1] = x.reshape(*grid, width)
+        kernel = w[f"{name}0.dsconv.weight"][:, 0]
+        mixed = np.zeros((*grid, width))
+        for t, i, j in np.ndindex(*grid):
+            block = cells[t : t + 3, i : i + 3, j : j + 3]
+            mixed[t, i, j] = np.einsum("abcd,dabc->d", block, kernel)
+        x = x + (mixed + w[f"{name}0.dsconv.bias"]).reshape(x.shape)
+        x = x + np.stack([_cosine_attention(w, f"{name}1.", part, heads, bias) for part in x])
+        y = _norm(x, w[f"{name}3.0.weight"], w[f"{name}3.0.bias"]) @ w[f"{name}3.1.weight"].T
+        value, gate = np.split(y, 2, axis=2)
+        gate = gate * 0.5 * (1 + np.vectorize(math.erf)(gate / math.sqrt(2)))
+        x = x + (gate * value) @ w[f"{name}3.4.weight"].T
+    return _norm(x, w[f"{prefix}norm_out.gamma"], 0.0)
+
+
+def _cosine_attention(
+    w: Mapping[str, np.ndarray], name: str, x: np.ndarray, heads: int, bias: np.ndarray | None
+) -> np.ndarray:
+    normed = _norm(x, w[f"{name}norm.gamma"], 0.0)
+    query = np.split(normed @ w[f"{name}to_q.weight"].T, heads, axis=1)
+    key, value = (
+        np.split(each, heads, axis=1)
+        for each in np.split(x @ w[f"{name}to_kv.weight"].T, 2, axis=1)
+    )
+    outputs = []
+    for head in range(heads):
+        q, k = (
+            each[head] / np.linalg.norm(each[head], axis=1, keepdims=True) for each in (query, key)
+        )
+        logits = 8 * (q * w[f"{name}q_scale"]) @ (k * w[f"{name}k_scale"]).T
+        logits = logits if bias is None else logits + bias[:, :, head]
+        share = np.exp(logits - logits.max(1, keepdims=True))
+        outputs.append(share / share.sum(1, keepdims=True) @ value[head])
+    return np.concatenate(outputs, axis=1) @ w[f"{name}to_out.weight"].T

@@ -25,6 +25,7 @@ LISTS = {
     "carzero": "carzero",
     "chexzero": "chexzero",
     "convirt_pytorch": "convirt_pytorch",
+    "ct_clip": "ct_clip",
     "cxrbert_text": "cxrbert",
     "cxrclip_resnet50": "cxrclip",
     "cxrclip_swin_tiny": "cxrclip",

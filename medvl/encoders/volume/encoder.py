@@ -15,6 +15,7 @@ from torch import Tensor
 from medvl.common.config_io import check_choice
 from medvl.encoders.base import Encoder
 from medvl.encoders.pretrained import KeyMap, Pretrained, load_strictly, read_source, with_set
+from medvl.encoders.volume.ctvit import CTViT
 from medvl.encoders.volume.hierarchical_vit import HierarchicalViT
 from medvl.encoders.volume.network import (
     NetworkAdapter,
@@ -28,7 +29,11 @@ from medvl.encoders.volume.resnet import ResNet3D
 from medvl.errors import ConfigError
 from medvl.schema import ImageFeatures
 
-_NETWORKS: Mapping[str, type[VolumeNetwork]] = {"resnet18_3d": ResNet3D, "vit": HierarchicalViT}
+_NETWORKS: Mapping[str, type[VolumeNetwork]] = {
+    "ctvit": CTViT,
+    "resnet18_3d": ResNet3D,
+    "vit": HierarchicalViT,
+}
 
 
 class VolumeEncoder(Encoder):
@@ -117,8 +122,8 @@ def create_volume_encoder(
     """Create a volume encoder. Defaults are those of HLIP for chest CT.
 
     Args:
-        name: "vit", the hierarchical vision Transformer of HLIP; "resnet18_3d", torchvision's
-            R3D-18, with patches of 8 x 16 x 16 voxels.
+        name: "vit", the hierarchical vision Transformer of HLIP; "ctvit", that of CT-CLIP;
+            "resnet18_3d", torchvision's R3D-18, with patches of 8 x 16 x 16 voxels.
         size: voxels along (z, y, x).
         window: Hounsfield units that become 0 and 1; values beyond are clipped.
         mean, std: statistics of values in 0..1.
@@ -131,7 +136,8 @@ def create_volume_encoder(
             enlarged; HLIP does not.
         arguments: those of the network: of "vit", `patch_size`, `embed_dim`, `depth`, `num_heads`,
             `attention`, `drop_path_rate` and `max_scans`
-            (`medvl.encoders.volume.hierarchical_vit.HierarchicalViT`).
+            (`medvl.encoders.volume.hierarchical_vit.HierarchicalViT`); of "ctvit", those of
+            `medvl.encoders.volume.ctvit.CTViT`.
 
     Raises:
         ConfigError: "unknown_name", "missing", "out_of_range" or "mismatch" for an argument.

@@ -1,11 +1,16 @@
 """Key tables of dual-encoders of volumes."""
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from medvl.errors import WeightsError
 from medvl.export.importers.backbones import IMAGE, TEXT, bert
 from medvl.export.importers.importer import Importer, attention_heads, count, text_arguments
-from medvl.export.importers.key_map import Shapes, keep
+from medvl.export.importers.key_map import KeyRule, Shapes, drop, fixed, keep
+from medvl.models.dual_encoders.ct_clip import CTCLIPConfig
 from medvl.models.dual_encoders.hlip import HLIPConfig
 
 _TRUNK = "visual.trunk."
@@ -43,7 +48,111 @@ def _hlip(shapes: Shapes) -> HLIPConfig:
     )
 
 
+_CTVIT = "visual_transformer."
+_DECODER = "the decoder of the autoencoder, for pretraining"
+
+
+def _ct_clip(shapes: Shapes) -> CTCLIPConfig:
+    width, voxels = shapes[f"{IMAGE}patch_embed.1.weight"]
+    heads = shapes[f"{IMAGE}position_bias.4.weight"][0]
+    side = round((2 * voxels) ** (1 / 3))
+    plane = round((shapes["image_head.weight"][1] / width) ** 0.5)
+    text = text_arguments(shapes, {"name": "cxrbert"})
+    image: dict[str, Any] = {
+        "patch_size": (side // 2, side, side),
+        "window": (-1000.0, 1000.0),
+        "mean": 0.5,
+        "std": 0.5,
+        "embed_dim": width,
+        "depth": count(shapes, f"{IMAGE}spatial."),
+        "num_heads": heads,
+        "head_dim": shapes[f"{IMAGE}spatial.0.query_scale"][0],
+        "codes": shapes[f"{IMAGE}codebook"][0],
+        "transposed": True,
+    }
+    return CTCLIPConfig(
+        image_arguments=image,
+        volume_size=(plane * (side // 2), plane * side, plane * side),
+        text_encoder=text.pop("name"),
+        vocab_size=text.pop("vocab_size", None),
+        text_arguments=text,
+        max_tokens=min(
+            CTCLIPConfig.max_tokens, shapes[f"{TEXT}embeddings.position_embeddings.weight"][0]
+        ),
+        projection_dim=shapes["image_head.weight"][0],
+    )
+
+
+def _plane_by_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the layer behind the plane, whose places the released code orders by columns."""
+    head_EX = tensors.get("image_head.weight")
+    embed = tensors.get(f"{IMAGE}patch_embed.1.weight")
+    if head_EX is None or embed is None:
+        return {}
+    side = round((head_EX.shape[1] / len(embed)) ** 0.5)
+    by_columns = head_EX.unflatten(1, (side, side, len(embed)))
+    return {"image_head.weight": by_columns.transpose(1, 2).flatten(1)}
+
+
+def _ctvit(source: str, target: str) -> list[KeyRule]:
+    """Return the rules of one Transformer of CT-ViT."""
+    layer = f"{_CTVIT}{source}.layers.*"
+    names = {
+        "0.dsconv.*": "conv.*",
+        "1.norm.gamma": "norm.weight",
+        "1.to_q.weight": "query.weight",
+        "1.to_kv.weight": "key_value.weight",
+        "1.q_scale": "query_scale",
+        "1.k_scale": "key_scale",
+        "1.to_out.weight": "out.weight",
+        "3.0.*": "mlp_norm.*",
+        "3.1.weight": "mlp_in.weight",
+        "3.4.weight": "mlp_out.weight",
+    }
+    zero = "a constant of 0 in place of a bias"
+    return [
+        *(keep(f"{layer}.{old}", f"{IMAGE}{target}.*.{new}") for old, new in names.items()),
+        fixed(f"{layer}.1.norm.beta", torch.zeros_like, zero),
+        drop(f"{layer}.1.context_norm.*", "the norm of another input, which it does not have"),
+        drop(f"{layer}.1.null_kv", "an empty tensor"),
+        keep(f"{_CTVIT}{source}.norm_out.gamma", f"{IMAGE}{target}_norm.weight"),
+        fixed(f"{_CTVIT}{source}.norm_out.beta", torch.zeros_like, zero),
+    ]
+
+
+_CT_CLIP = Importer(
+    name="ct_clip",
+    title="CT-CLIP (Hamamci et al. 2024): CT-ViT and CXR-BERT",
+    source="ibrahimethemhamamci/CT-CLIP @ a2a155c, CT_CLIP and transformer_maskgit",
+    table=(
+        *(
+            keep(f"{_CTVIT}to_patch_emb.{number + 1}.*", f"{IMAGE}patch_embed.{number}.*")
+            for number in range(3)
+        ),
+        *(
+            keep(f"{_CTVIT}spatial_rel_pos_bias.net.{old}.*", f"{IMAGE}position_bias.{new}.*")
+            for old, new in {"0.0": 0, "1.0": 2, "2": 4}.items()
+        ),
+        *_ctvit("enc_spatial_transformer", "spatial"),
+        *_ctvit("enc_temporal_transformer", "axial"),
+        keep(f"{_CTVIT}vq._codebook.embed", f"{IMAGE}codebook", change="drop axis"),
+        drop(f"{_CTVIT}vq.**", "the state of the codebook's training"),
+        drop(f"{_CTVIT}to_patch_emb_first_frame.**", "the first frame of a video"),
+        drop(f"{_CTVIT}to_pixels**", _DECODER),
+        *bert("text_transformer."),
+        keep("to_text_latent.weight", "text_head.weight"),
+        keep("to_visual_latent.weight", "image_head.weight"),
+        drop("to_*_latent_extra.weight", "a second projection, which its loss does not use"),
+        keep("temperature", "logit_scale", change="scalar"),
+    ),
+    system=_ct_clip,
+    computed=_plane_by_rows,
+    note="Its loader exchanges y and x of a file's slices, and reads no orientation: volumes are "
+    "exchanged here as well.",
+)
+
 IMPORTERS = (
+    _CT_CLIP,
     Importer(
         name="hlip",
         title="HLIP (Zhao et al. 2025): a ViT with attention within slices and scans, and a BERT",

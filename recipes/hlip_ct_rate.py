@@ -1,0 +1,124 @@
+"""HLIP on CT-RATE: volumes and reports, with attention within slices and scans (Zhao et al., arXiv
+2505.21862).
+
+    medvl shards ct-rate --root CT-RATE --size 112 336 336 --spacing 3 1 1 --out shards/ct-rate
+    torchrun --nproc-per-node 4 recipes/hlip_ct_rate.py --data.train shards/ct-rate/train \\
+        --data.valid shards/ct-rate/validate --model.image-weights mae_pretrain_vit_base.pth
+    medvl eval zero-shot --checkpoint runs/hlip-ct-rate/best --data shards/ct-rate/test
+    medvl eval retrieval --checkpoint runs/hlip-ct-rate/best --data shards/ct-rate/test
+    torchrun recipes/hlip_ct_rate.py tiny  # phantom chest CTs, two CPU cores
+    torchrun recipes/hlip_ct_rate.py tiny --help-all      # every setting
+
+Preset `paper`: 112 x 336 x 336 voxels of 3 x 1 x 1 mm, patches of 8 x 24 x 24, a ViT-B inflated
+from MAE's, whose file its authors publish outside of the hub, and CXR-BERT, which is locked. One
+reconstruction of a scan is drawn in each epoch. Differences: reports are impression and findings
+without the sentence openings of the released code; layer norms of the text encoder are locked too.
+Users report a mean AUROC of 0.758 on 16 findings with batches of 512 and a rate of 8e-5. A run of
+ours needs the volumes.
+
+Preset `tiny`: 16 x 32 x 32 voxels, and both encoders from scratch, so that texts are the maximum
+over their tokens in place of the class token, which starts equal for all; on scans of the phantom:
+
+    medvl phantom ct-rate --out ct-rate --patients 1600 --shape 16 32 32 --reconstructions 1
+    medvl shards ct-rate --root ct-rate --out ct-rate-shards
+    medvl vocab --data ct-rate-shards/train --out ct-rate-vocab --kind words
+    medvl train hlip_ct_rate tiny
+"""
+
+from pathlib import Path
+
+from medvl.data import VolumeTransform, WholeText
+from medvl.models import HLIPConfig
+from medvl.train import (
+    Cosine,
+    OptimConfig,
+    TrainConfig,
+    VolumeDataConfig,
+    VolumeRecipe,
+    launch,
+    volume_run,
+)
+
+paper = VolumeRecipe(
+    model=HLIPConfig(frozen_text_layers=12),
+    pretrained=True,
+    data=VolumeDataConfig(
+        train="shards/ct-rate/train",
+        valid=Path("shards/ct-rate/validate"),
+        text=WholeText(sections=("impression", "findings")),
+        volume=VolumeTransform(size=(112, 336, 336)),
+        reconstructions="one",
+    ),
+    optim=OptimConfig(
+        optimizer="adamw",
+        lr=1e-5,
+        betas=(0.9, 0.98),
+        eps=1e-6,
+        weight_decay=0.2,
+        schedule=Cosine(warmup_steps=377),
+    ),
+    train=TrainConfig(
+        run_dir=Path("runs/hlip-ct-rate"),
+        epochs=20,
+        global_batch=64,
+        precision="bf16",
+        checkpoint_activations=True,
+    ),
+)
+tiny = VolumeRecipe(
+    model=HLIPConfig(
+        volume_size=(16, 32, 32),
+        image_arguments={"patch_size": (4, 8, 8), "embed_dim": 96, "depth": 3, "num_heads": 3},
+        text_encoder="tiny_bert",
+        text_arguments={
+            "num_hidden_layers": 2,
+            "hidden_size": 96,
+            "num_attention_heads": 3,
+            "intermediate_size": 192,
+            "hidden_dropout_prob": 0.0,
+            "pool": "max",
+        },
+        attention_dropout=0.0,
+        projection_dim=128,
+        max_tokens=96,
+        positives="text",
+    ),
+    pretrained=False,
+    data=VolumeDataConfig(
+        train="ct-rate-shards/train",
+        valid=Path("ct-rate-shards/validate"),
+        tokenizer=Path("ct-rate-vocab"),
+        text=WholeText(sections=("findings",)),
+        volume=VolumeTransform(size=(16, 32, 32)),
+        workers=1,
+    ),
+    optim=OptimConfig(
+        optimizer="adamw",
+        lr=2e-3,
+        weight_decay=0.05,
+        clip_norm=1.0,
+        schedule=Cosine(warmup_steps=50),
+    ),
+    train=TrainConfig(
+        run_dir=Path("ct-rate-run"),
+        steps=600,
+        global_batch=64,
+        validate_every=300,
+        checkpoint_every=300,
+    ),
+)
+
+PRESETS = {"paper": paper, "tiny": tiny}
+MAKE_DATA = (
+    "medvl shards ct-rate --root CT-RATE --size 112 336 336 --spacing 3 1 1 --out shards/ct-rate"
+)
+PHANTOM = (
+    "medvl phantom ct-rate --out ct-rate --patients 1600 --shape 16 32 32 --reconstructions 1 && "
+    "medvl shards ct-rate --root ct-rate --out ct-rate-shards && "
+    "medvl vocab --data ct-rate-shards/train --out ct-rate-vocab --kind words && "
+    "medvl train hlip_ct_rate tiny"
+)
+prepare = volume_run("hlip_ct_rate", MAKE_DATA, PHANTOM)
+
+if __name__ == "__main__":
+    launch(prepare, PRESETS, "HLIP on CT-RATE.")
