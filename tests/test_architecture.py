@@ -90,6 +90,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
     "models": {
         "dual_encoders": set(),
         "fusion_encoders": {"dual_encoders"},
+        "volumes": {"dual_encoders"},
         "downstream": {"dual_encoders", "fusion_encoders"},
         "report_generators": {"fusion_encoders"},
         "image_generation": set(),
@@ -463,7 +464,9 @@ def test_public_functions_have_docstrings() -> None:
     assert {path: names for path, names in lacking.items() if names} == {}
 
 
-@pytest.mark.parametrize("kind", ["dual_encoders", "fusion_encoders", "report_generators"])
+@pytest.mark.parametrize(
+    "kind", ["dual_encoders", "fusion_encoders", "report_generators", "volumes"]
+)
 def test_a_system_is_one_file(kind: str) -> None:
     """A file beside `bases` and `parts` registers the system of its name; LoVT's settings without
     local losses and the two kinds of streams have no files of their own.
@@ -471,7 +474,7 @@ def test_a_system_is_one_file(kind: str) -> None:
     systems = {
         str(path.relative_to(ROOT)): re.findall(r'@register_system\("(\w+)"', path.read_text())
         for path in SOURCES
-        if path.parent.name == kind and path.stem not in ("__init__", "base")
+        if path.parent == ROOT / "medvl/models" / kind and path.stem not in ("__init__", "base")
     }
     shared = {"lovt": ["local_analysis", "lovt"], "streams": ["single_stream", "dual_stream"]}
     assert systems

@@ -104,13 +104,11 @@ if TYPE_CHECKING:
         ConVIRT as ConVIRT,
         ConVIRTConfig as ConVIRTConfig,
     )
-    from medvl.models.dual_encoders.ct_clip import CTCLIP as CTCLIP, CTCLIPConfig as CTCLIPConfig
     from medvl.models.dual_encoders.cxrclip import (
         CXRCLIP as CXRCLIP,
         CXRCLIPConfig as CXRCLIPConfig,
     )
     from medvl.models.dual_encoders.gloria import GLoRIA as GLoRIA, GLoRIAConfig as GLoRIAConfig
-    from medvl.models.dual_encoders.hlip import HLIP as HLIP, HLIPConfig as HLIPConfig
     from medvl.models.dual_encoders.kad import KAD as KAD, KADConfig as KADConfig
     from medvl.models.dual_encoders.lovt import (
         LocalAnalysis as LocalAnalysis,
@@ -282,5 +280,7 @@ if TYPE_CHECKING:
     from medvl.models.report_generators.parts.rewards import RewardConfig as RewardConfig
     from medvl.models.report_generators.r2gen import R2Gen as R2Gen, R2GenConfig as R2GenConfig
     from medvl.models.text_decoding import Decoding as Decoding
+    from medvl.models.volumes.ct_clip import CTCLIP as CTCLIP, CTCLIPConfig as CTCLIPConfig
+    from medvl.models.volumes.hlip import HLIP as HLIP, HLIPConfig as HLIPConfig
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -10,8 +10,8 @@ from medvl.errors import WeightsError
 from medvl.export.importers.backbones import IMAGE, TEXT, bert
 from medvl.export.importers.importer import Importer, attention_heads, count, text_arguments
 from medvl.export.importers.key_map import KeyRule, Shapes, drop, fixed, keep
-from medvl.models.dual_encoders.ct_clip import CTCLIPConfig
-from medvl.models.dual_encoders.hlip import HLIPConfig
+from medvl.models.volumes.ct_clip import CTCLIPConfig
+from medvl.models.volumes.hlip import HLIPConfig
 
 _TRUNK = "visual.trunk."
 

@@ -11,8 +11,8 @@ from medvl import losses
 from medvl.encoders import TextEncoder
 from medvl.models.dual_encoders.bases.base import Positives, TemperatureConfig
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
-from medvl.models.dual_encoders.bases.volumes import VolumeDualConfig, VolumeDualEncoder
 from medvl.models.registry import register_system
+from medvl.models.volumes.base import VolumeDualConfig, VolumeDualEncoder
 from medvl.schema import Losses
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from medvl import losses
 from medvl.models.dual_encoders.bases.base import Positives, TemperatureConfig
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
-from medvl.models.dual_encoders.bases.volumes import VolumeDualConfig, VolumeDualEncoder
 from medvl.models.registry import register_system
+from medvl.models.volumes.base import VolumeDualConfig, VolumeDualEncoder
 from medvl.schema import Losses
 
 
