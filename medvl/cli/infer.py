@@ -149,10 +149,10 @@ def _example(checkpoint: str) -> tuple[Path, ...]:
     """Return the example radiograph of the demo, drawn into the current folder where there is
     none.
     """
-    from medvl.models.checkpoint_folder import is_demo
+    from medvl.models.checkpoint_folder import kind_of
     from medvl.phantom import write_example
 
-    if not is_demo(checkpoint):
+    if kind_of(checkpoint) != "demo":
         message = "expected image files, or folders with them; name them after `medvl infer`"
         raise ConfigError(message, "missing", field="images")
     path = Path("demo.png")

@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors
 import safetensors.torch
@@ -83,9 +83,10 @@ def find_checkpoint(source: Path | str) -> Path:
     Raises CheckpointError "not_found" for a model of the hub that is not available.
     """
     name = str(source)
-    if is_demo(source):
+    kind = kind_of(source)
+    if kind == "demo":
         return Path(__file__).parent / DEMO
-    if not on_hub(source):
+    if kind == "folder":
         return _of_run(Path(source))
     if not _is_hub_name(name.removeprefix(HUB_PREFIX)):
         message = f"expected {HUB_PREFIX}OWNER/NAME, or with @REVISION at the end, got {name!r}"
@@ -118,14 +119,13 @@ def nearby_checkpoints(folder: Path) -> str:
     return f"give one of {', '.join(names[:_SHOWN_CHECKPOINTS])}{more}" if names else ""
 
 
-def is_demo(source: Path | str) -> bool:
-    """Return whether `find_checkpoint` takes a name for the demo."""
-    return str(source) == DEMO and not Path(source).exists()
-
-
-def on_hub(source: Path | str) -> bool:
-    """Return whether `find_checkpoint` takes a name from the hub, which begins with `hf-hub:`."""
-    return str(source).startswith(HUB_PREFIX)
+def kind_of(source: Path | str) -> Literal["demo", "hub", "folder"]:
+    """Return what the name of a checkpoint stands for: the demo, unless a folder has its name; a
+    model of the hub, which begins with `hf-hub:`; or the folder of a checkpoint or run.
+    """
+    if str(source).startswith(HUB_PREFIX):
+        return "hub"
+    return "demo" if str(source) == DEMO and not Path(source).exists() else "folder"
 
 
 def hub_advice(source: Path | str) -> str:
@@ -133,7 +133,7 @@ def hub_advice(source: Path | str) -> str:
     the hub; else "".
     """
     name = str(source)
-    is_possible = not on_hub(source) and not Path(source).exists() and _is_hub_name(name)
+    is_possible = kind_of(source) == "folder" and not Path(source).exists() and _is_hub_name(name)
     return f"for a model of the hub write {HUB_PREFIX}{name}" if is_possible else ""
 
 

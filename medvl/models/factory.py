@@ -31,8 +31,8 @@ from medvl.models.checkpoint_folder import (
     described_model,
     find_checkpoint,
     hub_advice,
+    kind_of,
     manifests_of,
-    on_hub,
 )
 from medvl.models.registry import system
 
@@ -70,7 +70,7 @@ def create_model(
         WeightsError: pretrained weights are not available or do not fit.
         CheckpointError: `init_from` is not a complete checkpoint, or does not fit the model.
     """
-    if isinstance(name, str | Path) and (Path(name).is_dir() or on_hub(name)):
+    if isinstance(name, str | Path) and (Path(name).is_dir() or kind_of(name) == "hub"):
         if settings or (pretrained, tokenizer, init_from) != (None, None, None):
             raise ConfigError(
                 f"{name} is a checkpoint with its own settings and tokenizer: leave them out",
@@ -326,7 +326,7 @@ def get_tokenizer(name: str | Path, *, max_tokens: int | None = None) -> Tokeniz
     Raises ConfigError where there is no such name, or it has no tokenizer; WeightsError if it
     cannot be downloaded.
     """
-    if Path(name).is_dir() or on_hub(name):
+    if Path(name).is_dir() or kind_of(name) == "hub":
         folder = find_checkpoint(name)
         folder = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else folder
         if not has_tokenizer(folder):

@@ -34,7 +34,7 @@ from medvl.inference.answers import CAN_ANSWER, CAN_WRITE, Scorer, encode_images
 from medvl.inference.models import make_batch, open_model, refuse
 from medvl.models import VQA, DualEncoder
 from medvl.models.base import System, evaluating
-from medvl.models.checkpoint_folder import find_checkpoint, is_demo, on_hub
+from medvl.models.checkpoint_folder import find_checkpoint, kind_of
 from medvl.models.text_decoding import Decoding
 from medvl.schema import Embeddings
 
@@ -103,15 +103,17 @@ class ServedModel:
         model = open_model(source).to(resolve_device(device))
         checkpoint = find_checkpoint(source)
         folder = Path(source)
-        title = (folder if checkpoint != folder else folder.absolute().parent).resolve().name
-        title = str(source) if on_hub(source) or is_demo(source) else title
+        kind = kind_of(source)
+        title = str(source)
+        if kind == "folder":
+            title = (folder if checkpoint != folder else folder.absolute().parent).resolve().name
         found: Calibration | None = None
         reason = "only scores by prompts are calibrated"
         if isinstance(model, DualEncoder):
-            own = Path(source) if is_demo(source) else checkpoint
+            own = Path(source) if kind == "demo" else checkpoint
             found, reason = calibration_for(own, prompts, calibration)
         served = cls(title, model, prompts, found, reason)
-        served.is_demo = is_demo(source)
+        served.is_demo = kind == "demo"
         return served
 
     def describe(self) -> dict[str, Any]:

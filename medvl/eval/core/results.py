@@ -37,7 +37,7 @@ from medvl.models.checkpoint_folder import (
     LAST,
     MARKER,
     find_checkpoint,
-    is_demo,
+    kind_of,
     weight_files,
     weights_sha256,
 )
@@ -373,7 +373,7 @@ def evaluations_of(checkpoint: Path | str) -> Path:
     """Return the folder with the evaluations of a checkpoint or of a file of predictions (see
     the module).
     """
-    if is_demo(checkpoint):
+    if kind_of(checkpoint) == "demo":
         return Path("runs", DEMO, EVALUATIONS)  # not into the package
     folder = find_checkpoint(checkpoint)
     if folder.is_file():

@@ -37,7 +37,7 @@ from medvl.eval.zero_shot_classification.prompts import (
     PromptSet,
 )
 from medvl.eval.zero_shot_classification.protocol import score_images
-from medvl.models.checkpoint_folder import find_checkpoint, is_demo
+from medvl.models.checkpoint_folder import find_checkpoint
 
 _VERSION = 1
 _FOLDS = 5
@@ -343,10 +343,10 @@ def calibration_for(
     there is none.
 
     `path` is a file of `medvl eval calibrate`; None takes the one among the evaluations of the
-    checkpoint. Raises EvaluationError if the file is missing or damaged.
+    checkpoint, or the one in its folder. Raises EvaluationError if the file is missing or damaged.
     """
     default = calibration_path(checkpoint, prompts.name)
-    if is_demo(checkpoint) and not default.is_file():
+    if not default.is_file():  # the demo comes with one
         default = calibration_path(find_checkpoint(checkpoint), prompts.name)
     if path is None and not default.is_file():
         return None, NOT_MADE
