@@ -137,7 +137,7 @@ def measure_in_turns(
 
     A round has `steps` steps, or fewer of slow ones.
     """
-    steps, rounds, profiled = bench.size((steps, rounds, profiled), (2, 1, 1))
+    steps, rounds, profiled = bench.size((steps, rounds, profiled), (1, 1, 1))
     turns: dict[str, _Turns] = {}
     rows = {
         contender.name: Row(contender=contender.name, unit=contender.unit)
@@ -181,7 +181,7 @@ class _Turns:
         self._run = contender.build()
         started = time.perf_counter()
         self._first = seconds_of(lambda: self._run(1, _ignore), device)
-        self._run(bench.size(contender.warm_up, 1), _ignore)
+        self._run(bench.size(contender.warm_up, 0), _ignore)
         synchronize(device)
         self._warm_up = time.perf_counter() - started
         self._seconds = seconds_of(lambda: self._run(1, _ignore), device)

@@ -138,13 +138,19 @@ def test_head_overfits_a_few_questions(name: str, head: Head, tokenizer: Tokeniz
         answered_batch(tokenizer, 4),
     )
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 3e-3)
-    fit(model, batch, optimizer, 60)
-    given = [model.predict(batch)]
+
+    def given() -> list[list[str]]:
+        said = [model.predict(batch)]
+        if isinstance(model.answer_head, DecoderHead):
+            said.append(model.answer_head.write(model.fusion_model.features(batch)))
+        return [prediction.answers for prediction in said]
+
+    for _ in range(6):  # most need a third of it
+        fit(model, batch, optimizer, 10)
+        if all(answers == list(ANSWERS) for answers in given()):
+            break
     assert model.answer_logits(batch).argmax(dim=1).tolist() == [0, 1, 2, 3]
-    if isinstance(model.answer_head, DecoderHead):
-        given.append(model.answer_head.write(model.fusion_model.features(batch)))
-    for said in given:
-        assert said.answers == list(ANSWERS)
+    assert all(answers == list(ANSWERS) for answers in given())
 
 
 @pytest.mark.parametrize(("name", "head"), EACH_ONCE)
