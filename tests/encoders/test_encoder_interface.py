@@ -206,7 +206,8 @@ def test_grey_encoder_equals_rgb_encoder_on_grey_images(name: str) -> None:
         grey(image_BCHW).pooled_BD, rgb(image_BCHW).pooled_BD, rtol=1e-3, atol=1e-4
     )
     assert sum(p.numel() for p in grey.parameters()) < sum(p.numel() for p in rgb.parameters())
-    averaged = tiny_image(name, in_channels=1)
+    with torch.device("meta"):
+        averaged = tiny_image(name, in_channels=1)
     assert averaged.mean == pytest.approx((sum(IMAGE_PRESETS[name].mean) / 3,))
 
 
