@@ -8,6 +8,7 @@ image and the indication, as LLaVA-Rad (Chaves et al., arXiv 2403.08002).
     medvl eval report-generation --checkpoint runs/causal-lm-mimic/best \\
         --data shards/mimic-cxr/test --sections findings
     torchrun --nproc-per-node 8 recipes/causal_lm_mimic.py questions    # answers of VQA-RAD
+    torchrun --nproc-per-node 8 recipes/causal_lm_mimic.py grounded     # sentences of PadChest-GR
     # phantom Open-i, two CPU cores; without its data it prints how
     torchrun recipes/causal_lm_mimic.py tiny
 
@@ -24,6 +25,10 @@ its folder, and `medvl.load` merges them. `--model.packed-tokens 2048` trains wi
 Preset `questions` goes on with the result of `paper`: each question of VQA-RAD is a prompt, and its
 answer the text. `CausalLM.answer` writes answers, `score_options` gives the likelihood of options.
 
+Preset `grounded` does so with the sentences of PadChest-GR and their boxes, in the text format of
+MAIRA-2, whose marks the tokenizer spells in pieces; `medvl eval report-generation --grounded` scores
+the sentences and boxes of a checkpoint.
+
 Preset `tiny`: the ResNet-10 of the quickstart's ConVIRT and a Llama of two layers of width 128 from
 random weights, trained whole.
 
@@ -38,7 +43,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from medvl.data import ConVIRTAugmentation, WholeText
+from medvl.data import ConVIRTAugmentation, EvalTransform, GroundedText, WholeText
 from medvl.models import CausalLMConfig
 from medvl.train import (
     Cosine,
@@ -127,6 +132,28 @@ questions = dataclasses.replace(
         best_mode="min",
     ),
 )
+grounded = dataclasses.replace(
+    paper,
+    model=dataclasses.replace(
+        LORA, max_tokens=512, instruction="Describe the findings with boxes."
+    ),
+    init_from=Path("runs/causal-lm-mimic/best"),
+    data=dataclasses.replace(
+        paper.data,
+        train="shards/padchest-gr/train",
+        valid=Path("shards/padchest-gr/validate"),
+        text=GroundedText(),
+        image=EvalTransform(size=518, fit="crop", resize="bicubic"),
+    ),
+    train=dataclasses.replace(
+        paper.train,
+        run_dir=Path("runs/causal-lm-grounded"),
+        epochs=10,
+        global_batch=64,
+        best_metric="loss",
+        best_mode="min",
+    ),
+)
 tiny = Recipe(
     model=CausalLMConfig(
         image_encoder="resnet_tiny",
@@ -168,7 +195,13 @@ tiny = Recipe(
         best_mode="max",
     ),
 )
-PRESETS = {"paper": paper, "projector": projector, "questions": questions, "tiny": tiny}
+PRESETS = {
+    "paper": paper,
+    "projector": projector,
+    "questions": questions,
+    "grounded": grounded,
+    "tiny": tiny,
+}
 MAKE_DATA = """medvl shards mimic-cxr --root MIMIC-CXR --short-side 512 --out shards/mimic-cxr
     hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/qwen2.5-0.5b-instruct
     medvl train causal_lm projector"""
@@ -185,7 +218,8 @@ def prepare(recipe: Recipe) -> Run:
     run = pretraining_run("causal_lm_mimic", MAKE_DATA, PHANTOM)(recipe)
     from medvl.eval import ReportEval
 
-    return run if recipe.data.questions else run.with_evaluator(lambda images: ReportEval(images))
+    writes_reports = not (recipe.data.questions or isinstance(recipe.data.text, GroundedText))
+    return run.with_evaluator(lambda images: ReportEval(images)) if writes_reports else run
 
 
 if __name__ == "__main__":

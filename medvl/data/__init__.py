@@ -173,6 +173,7 @@ if TYPE_CHECKING:
         TextSequences as TextSequences,
     )
     from medvl.data.transforms.text import (
+        GroundedText as GroundedText,
         Paraphrases as Paraphrases,
         RandomSection as RandomSection,
         RandomSentence as RandomSentence,

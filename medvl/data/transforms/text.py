@@ -284,6 +284,24 @@ class SamplePolicy(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GroundedText:
+    """All sentences with their boxes, as MAIRA-2 writes them (`medvl.data.grounded`).
+
+    Boxes are those of the centre square of the image, which models have to see: without random
+    crops, and with the fit "crop". A sample without sentences has no text.
+    """
+
+    def of_sample(self, sample: Sample) -> Mapping[str, str]:
+        """See `SamplePolicy`."""
+        from medvl.data.grounded import grounded_text
+
+        return {"grounded": grounded_text(sample)}
+
+    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
+        return sections["grounded"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Statements:
     """Statements of a report: one, drawn uniformly (CARZero), or all of them (RadZero), by the
     system's `inputs`.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from medvl.common.files import sha256
-from medvl.data.grounded import read_grounded
+from medvl.data.grounded import grounded_text, read_grounded
 from medvl.data.loading.sources import Source
 from medvl.data.loading.studies import by_study
 from medvl.data.privacy import Deidentifier, default_salt_file
@@ -357,8 +357,8 @@ class ReportGeneration(Evaluation):
     images show, not with the labels of its reports
     """
     grounded: bool = False
-    """the texts of --predictions have boxes in MAIRA-2's format: also score their sentences against
-    the boxes
+    """the texts have boxes in MAIRA-2's format: also score their sentences against the boxes of
+    --predictions, or of the sentences in the shards (padchest-gr)
     """
     uncertain: Uncertain = "negative"
     """label of findings that a report mentions as uncertain"""
@@ -424,20 +424,7 @@ class ReportGeneration(Evaluation):
         references = None if source is None else references_of(source, self.sections)
         reports = read_reports(self.predictions, references)
         setup.settle()
-        groups: list[MetricGroup] = []
-        details: dict[str, Any] = {}
-        if self.grounded:
-            ours, theirs = (
-                [read_grounded(getattr(report, side)) for report in reports]
-                for side in ("generated", "reference")
-            )
-            judge = labeler_judge(conventions_named(self.conventions, error=EvaluationError))
-            groups = grounded_metrics(ours, theirs, judge)
-            details = {"dropped_boxes": sum(report.dropped_boxes for report in ours)}
-            reports = [
-                dataclasses.replace(report, generated=mine.text, reference=other.text)
-                for report, mine, other in zip(reports, ours, theirs, strict=True)
-            ]
+        reports, groups, details = self._read_boxes(reports)
         return _Reports(
             reports=reports,
             groups=groups,
@@ -446,6 +433,24 @@ class ReportGeneration(Evaluation):
             inputs={"predictions": sha256(self.predictions)},
             data=str(self.predictions) if source is None else source.manifest,
         )
+
+    def _read_boxes(
+        self, reports: list[GeneratedReport]
+    ) -> tuple[list[GeneratedReport], list[MetricGroup], dict[str, Any]]:
+        """Return reports without boxes, metrics of the boxes, and details."""
+        if not self.grounded:
+            return reports, [], {}
+        ours, theirs = (
+            [read_grounded(getattr(report, side)) for report in reports]
+            for side in ("generated", "reference")
+        )
+        judge = labeler_judge(conventions_named(self.conventions, error=EvaluationError))
+        plain = [
+            dataclasses.replace(report, generated=mine.text, reference=other.text)
+            for report, mine, other in zip(reports, ours, theirs, strict=True)
+        ]
+        dropped = sum(report.dropped_boxes for report in ours)
+        return plain, grounded_metrics(ours, theirs, judge), {"dropped_boxes": dropped}
 
     def _from_rexrank(self, setup: Setup) -> _Reports:
         assert self.rexrank is not None
@@ -508,9 +513,20 @@ class ReportGeneration(Evaluation):
         )
         reports = generated.pop("greedy")
         assert model.tokenizer is not None
+        if self.grounded:
+            samples = (source.sample(position) for position in range(len(source)))
+            boxed = {sample.key: grounded_text(sample) for sample in samples}
+            reports = [
+                dataclasses.replace(report, reference=boxed[report.key])
+                for report in reports
+                if boxed[report.key]
+            ]
+            generated = {}  # other decodings have references without boxes
+        reports, groups, details = self._read_boxes(reports)
         return _Reports(
             reports=reports,
             others=generated,
+            groups=groups,
             name=f"{model.name} ({self.checkpoint})",
             config={
                 "decodings": {name: dataclasses.asdict(each) for name, each in decodings.items()},
@@ -520,6 +536,7 @@ class ReportGeneration(Evaluation):
             inputs=input_hashes(self.checkpoint, manifest=loader),
             data=source.manifest,
             details={
+                **details,
                 "without_reference": len(loader.source) - len(reports),
                 "unreadable": dict(loader.skipped),
                 "references_cut_in_training": count_cut(model.tokenizer, reports),

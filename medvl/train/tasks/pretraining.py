@@ -12,8 +12,10 @@ from medvl.data.shards.format import MANIFEST, Manifest, nearby_splits
 from medvl.data.shards.verify import check_against
 from medvl.data.storage.location import locate
 from medvl.data.storage.webdataset_tars import TarFields, is_tar_pattern
+from medvl.data.tokenizer.tokenizer import DEFAULT_TOKENS
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, RandomCrop
 from medvl.data.transforms.text import (
+    GroundedText,
     Paraphrases,
     RandomSection,
     RandomSentence,
@@ -368,6 +370,7 @@ class DataConfig(LoaderConfig):
         | TextPair
         | Statements
         | TextOrLabels
+        | GroundedText
     )
     """Policy that selects the text of a sample; `TextPair` for systems that read two."""
     questions: bool = False
@@ -425,6 +428,8 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
         if valid is not None:
             check_against(source.manifest, valid.manifest)
     _check_files(data.text, source)
+    if isinstance(data.text, GroundedText):
+        _check_grounded(data, model, source)
     is_stored = data.image_features is not None
     selection = check_features(model, source) if is_stored else bind_regions(model, source)
     if data.paired_fraction < 1:
@@ -459,6 +464,32 @@ def _check_files(text: Any, source: Any) -> None:
         )
         advice = "`medvl knowledge statements` makes them from those of MIMIC-CXR"
         raise ConfigError(f"{message}; {advice}", "mismatch", field="data.text.file")
+
+
+_BOXED = "<obj>Mass.<box><x1><y20><x39><y98></box></obj>"
+
+
+def _check_grounded(data: DataConfig, model: Any, source: Any) -> None:
+    """Raise ConfigError where boxes are not of the images that the model sees, no sample has
+    sentences, or the tokenizer does not keep boxes.
+    """
+    from medvl.data.grounded import grounded_text, read_grounded
+
+    if not isinstance(data.image, EvalTransform) or data.image.fit != "crop":
+        message = "boxes are of the centre square: set data.image to an EvalTransform of fit crop"
+        raise ConfigError(message, "conflict", field="data.image")
+    if model.transform.fit != "crop":
+        message = (
+            f"boxes are of the centre square: expected the fit crop, got {model.transform.fit}"
+        )
+        raise ConfigError(message, "conflict", field="model.fit")
+    if not any("<box>" in grounded_text(source.sample(place)) for place in range(len(source))):
+        message = "no sample of data.train has sentences with boxes; take shards of padchest-gr"
+        raise ConfigError(message, "missing", field="data.text")
+    ids_1T, _ = model.tokenizer.with_max_tokens(DEFAULT_TOKENS)([_BOXED])
+    if read_grounded(model.tokenizer.decode(ids_1T[0])) != read_grounded(_BOXED):
+        message = f"the tokenizer changes {_BOXED}; take that of a language model"
+        raise ConfigError(message, "unsupported", field="data.tokenizer")
 
 
 def _open_tars(

@@ -4,11 +4,16 @@ model.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from helpers.errors import raises
+from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers
 
+import medvl
 from medvl.cli import main as cli
+from medvl.data import ConVIRTAugmentation, EvalTransform, GroundedText
 from medvl.data.grounded import (
     GroundedReport,
     GroundedSentence,
@@ -19,11 +24,16 @@ from medvl.data.grounded import (
     read_grounded,
     write_grounded,
 )
+from medvl.data.shards.source import ShardSource
+from medvl.data.tokenizer.files import byte_characters
+from medvl.data.tokenizer.tokenizer import train_words
 from medvl.errors import ConfigError
 from medvl.eval import read_results
 from medvl.eval.core.metric_rows import measure
 from medvl.eval.report_generation.grounded import grounded_metrics
+from medvl.models import save
 from medvl.schema import Sample
+from medvl.train.tasks.pretraining import DataConfig, open_data
 
 BOX = (0.525, 0.605, 0.805, 0.885)
 TEXT = (
@@ -145,3 +155,81 @@ def test_the_command_scores_boxes(tmp_path: Path) -> None:
     assert results.row("logical_precision", "report").value == 0.5
     assert results.details["dropped_boxes"] == 1
     assert "<obj>" not in (tmp_path / "out" / "predictions.jsonl").read_text()
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("padchest-gr")
+    cli.main(["phantom", "padchest-gr", "--out", str(home / "gr"), "--patients", "6",
+              "--size", "64"])  # fmt: skip
+    cli.main(["shards", "padchest-gr", "--root", str(home / "gr"), "--out", str(home / "shards"),
+              "--workers", "1"])  # fmt: skip
+    return home / "shards"
+
+
+def writer(folder: Path, **settings: Any) -> Any:
+    """A language model whose tokens are bytes."""
+    backend = Backend(
+        models.BPE({each: n for n, each in enumerate(byte_characters().values())}, [])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    language = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16,
+                "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+    torch.manual_seed(0)
+    return medvl.create_model(
+        "causal_lm", tokenizer=folder, language=json.dumps(language), lora_language=0,
+        image_encoder="timm:test_vit", image_arguments={"depth": 1}, image_size=64,
+        max_tokens=600, **settings,
+    )  # fmt: skip
+
+
+def settings(shards: Path, **changes: Any) -> DataConfig:
+    image = EvalTransform(size=64, fit="crop", resize="bicubic")
+    return DataConfig(
+        **{"train": str(shards / "train"), "valid": None, "workers": 0, "text": GroundedText(),
+           "image": image, **changes}
+    )  # fmt: skip
+
+
+def test_sentences_with_boxes_are_trained_on_and_evaluated(shards: Path, tmp_path: Path) -> None:
+    model = writer(tmp_path / "words")
+    source = ShardSource(shards / "train")
+    expected = {each.key: grounded_text(each) for each in map(source.sample, range(len(source)))}
+    assert any("<box>" in text for text in expected.values())
+    batch = next(iter(open_data(settings(shards), model, 4).train))
+    for row, key in enumerate(batch.keys):
+        assert batch.texts[row] == expected[key]
+        ids_T = batch.ids_BT[row][batch.mask_BT[row]]
+        assert model.tokenizer.decode(ids_T) == expected[key]  # all of it, with its boxes
+        assert int(ids_T[-1]) == model.tokenizer.sep_id
+    assert torch.isfinite(model(batch).total)
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    save(model, checkpoint)
+    out = tmp_path / "out"
+    cli.main(["eval", "report-generation", "--checkpoint", str(checkpoint), "--data",
+              str(shards / "train"), "--grounded", "--max-tokens", "4", "--workers", "0",
+              "--resamples", "3", "--out", str(out)])  # fmt: skip
+    results = read_results(out)
+    assert results.details["dropped_boxes"] == 0
+    lines = [json.loads(line) for line in (out / "predictions.jsonl").open()]
+    plain = {key: read_grounded(text).text for key, text in expected.items()}
+    assert {line["key"]: line["reference"] for line in lines} == plain
+
+
+def test_boxes_need_the_centre_square_and_a_tokenizer_that_keeps_them(
+    shards: Path, tmp_path: Path
+) -> None:
+    model = writer(tmp_path / "words")
+    with raises(ConfigError, "conflict", "data.image"):
+        open_data(settings(shards, image=ConVIRTAugmentation.weak(64)), model, 4)
+    with raises(ConfigError, "conflict", "model.fit"):
+        open_data(settings(shards), writer(tmp_path / "other", fit="pad"), 4)
+    model.tokenizer = train_words(["mass . obj box"], min_frequency=1).for_writing()
+    with raises(ConfigError, "unsupported", "data.tokenizer"):
+        open_data(settings(shards), model, 4)
