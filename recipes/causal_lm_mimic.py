@@ -12,9 +12,8 @@ image and the indication, as LLaVA-Rad (Chaves et al., arXiv 2403.08002).
     # phantom Open-i, two CPU cores; without its data it prints how
     torchrun recipes/causal_lm_mimic.py tiny
 
-Any language model of the families Gemma, Llama, Mistral, Qwen 2 and Qwen 3 in a folder, with its
-tokenizer: `--model.language-weights FOLDER --data.tokenizer FOLDER`. LLaVA-Rad has Vicuna-7B and
-BiomedCLIP-CXR.
+Any Gemma, Llama, Mistral or Qwen 2 or 3: `--model.language-weights FOLDER --data.tokenizer FOLDER`.
+LLaVA-Rad has Vicuna-7B and BiomedCLIP-CXR.
 
 Preset `projector`, LLaVA-Rad's first stage: the projector alone, an image without instruction, 1e-3,
 batch 256, one epoch. Preset `paper`, its second stage: low-rank updates of rank 64 of all linear
@@ -22,12 +21,10 @@ layers but the output, and the projector; the indication and an instruction; 1e-
 three epochs. Checkpoints have the updates and not the language model (`store_language`): they need
 its folder, and `medvl.load` merges them. `--model.packed-tokens 2048` trains without padding.
 
-Preset `questions` goes on with the result of `paper`: each question of VQA-RAD is a prompt, and its
-answer the text. `CausalLM.answer` writes answers, `score_options` gives the likelihood of options.
-
-Preset `grounded` does so with the sentences of PadChest-GR and their boxes, in the text format of
-MAIRA-2, whose marks the tokenizer spells in pieces; `medvl eval report-generation --grounded` scores
-the sentences and boxes of a checkpoint.
+Presets `questions` and `grounded` go on with the result of `paper`. Each question of VQA-RAD is a
+prompt, and its answer the text (`CausalLM.answer`, `score_options`); or the text has the sentences of
+PadChest-GR with their boxes, as MAIRA-2 writes them, spelled in pieces of the tokenizer, which
+`medvl eval report-generation --grounded` scores.
 
 Preset `tiny`: the ResNet-10 of the quickstart's ConVIRT and a Llama of two layers of width 128 from
 random weights, trained whole.
@@ -40,7 +37,6 @@ Published aims on the findings of MIMIC-CXR's test studies, from ReXrank's table
 """
 
 import dataclasses
-import json
 from pathlib import Path
 
 from medvl.data import ConVIRTAugmentation, EvalTransform, GroundedText, WholeText
@@ -57,15 +53,10 @@ from medvl.train import (
 )
 
 LANGUAGE = "models/qwen2.5-0.5b-instruct"
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
+LLAMA = (
+    '{"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, '
+    '"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}'
+)
 LORA = CausalLMConfig(
     image_encoder="rad_dino",
     image_size=518,
@@ -113,6 +104,9 @@ projector = dataclasses.replace(
         paper.train, run_dir=Path("runs/causal-lm-projector"), epochs=1, global_batch=256
     ),
 )
+LAST = dataclasses.replace(
+    paper.train, epochs=10, global_batch=64, best_metric="loss", best_mode="min"
+)
 questions = dataclasses.replace(
     paper,
     init_from=Path("runs/causal-lm-mimic/best"),
@@ -123,14 +117,7 @@ questions = dataclasses.replace(
         text=WholeText(sections=("answer",)),
         questions=True,
     ),
-    train=dataclasses.replace(
-        paper.train,
-        run_dir=Path("runs/causal-lm-questions"),
-        epochs=10,
-        global_batch=64,
-        best_metric="loss",
-        best_mode="min",
-    ),
+    train=dataclasses.replace(LAST, run_dir=Path("runs/causal-lm-questions")),
 )
 grounded = dataclasses.replace(
     paper,
@@ -145,21 +132,14 @@ grounded = dataclasses.replace(
         text=GroundedText(),
         image=EvalTransform(size=518, fit="crop", resize="bicubic"),
     ),
-    train=dataclasses.replace(
-        paper.train,
-        run_dir=Path("runs/causal-lm-grounded"),
-        epochs=10,
-        global_batch=64,
-        best_metric="loss",
-        best_mode="min",
-    ),
+    train=dataclasses.replace(LAST, run_dir=Path("runs/causal-lm-grounded")),
 )
 tiny = Recipe(
     model=CausalLMConfig(
         image_encoder="resnet_tiny",
         image_size=112,
         frozen_image=False,
-        language=json.dumps(LLAMA),
+        language=LLAMA,
         lora_language=0,
         instruction="",
         prompt=("indication",),
@@ -176,12 +156,8 @@ tiny = Recipe(
         workers=1,
         valid_batch=64,
     ),
-    optim=OptimConfig(
-        optimizer="adamw",
-        lr=1e-3,
-        weight_decay=0.05,
-        clip_norm=1.0,
-        schedule=Cosine(warmup_steps=50),
+    optim=dataclasses.replace(
+        paper.optim, lr=1e-3, weight_decay=0.05, schedule=Cosine(warmup_steps=50)
     ),
     train=TrainConfig(
         run_dir=Path("quickstart/causal-lm"),
@@ -195,15 +171,9 @@ tiny = Recipe(
         best_mode="max",
     ),
 )
-PRESETS = {
-    "paper": paper,
-    "projector": projector,
-    "questions": questions,
-    "grounded": grounded,
-    "tiny": tiny,
-}
+PRESETS = {"paper": paper, "projector": projector, "questions": questions, "grounded": grounded}
+PRESETS["tiny"] = tiny
 MAKE_DATA = """medvl shards mimic-cxr --root MIMIC-CXR --short-side 512 --out shards/mimic-cxr
-    hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/qwen2.5-0.5b-instruct
     medvl train causal_lm projector"""
 PHANTOM = """medvl phantom quickstart
     medvl train convirt tiny

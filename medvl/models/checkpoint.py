@@ -19,6 +19,7 @@ from medvl.data.tokenizer.tokenizer import load_tokenizer
 from medvl.data.transforms.image import EvalTransform, OriginalTransform
 from medvl.data.volumes.options import VolumeOptions
 from medvl.data.volumes.transform import OriginalVolumeTransform, VolumeTransform
+from medvl.encoders.base import has_lora
 from medvl.errors import CheckpointError, ConfigError, WeightsError
 from medvl.models.base import LORA_FIELDS, System
 from medvl.models.card import model_card
@@ -267,7 +268,7 @@ def _load_with_optional_parts(model: System, folder: Path) -> None:
     """
     optional = tuple(f"{part}." for part in model.optional_parts)
     own = model.state_dict()
-    tensors = read_weights(folder)
+    tensors = read_weights(folder, merge=not has_lora(model))
     state = {
         name: tensor
         for name, tensor in tensors.items()

@@ -119,9 +119,28 @@ def create_model(
         model = cls.build(
             config, pretrained=bool(pretrained) and not continues, tokenizer=tokenizer
         )
+    continues_updates = init_from is not None and _has_updates_alone(model, Path(init_from))
+    if continues_updates:
+        model = _with_lora(model)
     if init_from is not None:
         warm_start(model, init_from)
-    return _with_lora(_without_folder(model))
+    return _without_folder(model) if continues_updates else _with_lora(_without_folder(model))
+
+
+def _has_updates_alone(model: System, folder: Path) -> bool:
+    """Return whether a checkpoint of the same system has low-rank updates without the weights that
+    they belong to. Raises CheckpointError where those are other weights than the model's.
+    """
+    description = described_model(folder)
+    settings = description["settings"]
+    lacks_weights = settings.get("store_language") is False and settings.get("lora_language")
+    if description["name"] != model.name or not lacks_weights:
+        return False
+    if settings.get("language_sha256") != getattr(model.config, "language_sha256", ""):
+        message = f"{folder} has updates of another language model, or this model stores its own"
+        advice = "set language_weights to the same folder, and store_language to False"
+        raise CheckpointError(f"{message}; {advice}", "mismatch", field="language_weights")
+    return True
 
 
 def _with_lora(model: System) -> System:

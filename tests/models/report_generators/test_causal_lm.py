@@ -23,7 +23,7 @@ from medvl.data.transforms.prompt import text_ids
 from medvl.data.transforms.text import WholeText
 from medvl.errors import CheckpointError, ConfigError, WeightsError
 from medvl.models import CausalLM, CausalLMConfig, RewardConfig, save
-from medvl.models.checkpoint_folder import load_weights
+from medvl.models.checkpoint_folder import load_weights, read_weights
 from medvl.models.report_generators.parts.language import ADAPTED, assign_rows
 from medvl.models.text_decoding import Decoding, search
 from medvl.schema import Batch
@@ -228,8 +228,19 @@ def test_a_checkpoint_of_updates_needs_its_folder(
     resumed = generator(base, tokenizer, store_language=False).eval()
     load_weights(resumed, tmp_path / "updates")
     torch.testing.assert_close(resumed(batch).total, expected)
-    with raises(CheckpointError, "mismatch"):  # a start has merged weights
-        generator(base, tokenizer, store_language=False, init_from=tmp_path / "updates")
+    start = tmp_path / "updates"
+    further = generator(base, tokenizer, store_language=False, init_from=start).eval()
+    torch.testing.assert_close(further(batch).total, expected)
+    assert any(each.requires_grad for each in further.language.parameters())
+    with raises(CheckpointError, "mismatch", "language_weights"):
+        generator(base, tokenizer, init_from=start)
+    stage = generator(base, tokenizer, frozen_language=True, lora_language=0, store_language=False)
+    (tmp_path / "stage").mkdir()
+    save(stage, tmp_path / "stage")  # the projector alone: the next stage adds updates
+    second = generator(base, tokenizer, store_language=False, init_from=tmp_path / "stage").eval()
+    torch.testing.assert_close(second(batch).total, stage.eval()(batch).total)
+    with raises(CheckpointError, "mismatch"):  # updates have nothing to be merged with
+        read_weights(start)
     weights = safetensors.torch.load_file(base / "model.safetensors")
     weights["lm_head.weight"] += 1
     safetensors.torch.save_file(weights, base / "model.safetensors", {"format": "pt"})
