@@ -235,22 +235,41 @@ def multi_hot(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor | None 
 
 
 def altered_texts(
-    image_KE: Tensor, text_KE: Tensor, altered_KE: Tensor, scale: Tensor | float
+    image_NE: Tensor,
+    text_KE: Tensor,
+    altered_KE: Tensor,
+    own_K: Tensor,
+    other_KN: Tensor,
+    scale: Tensor | float,
 ) -> Tensor:
-    """Return log(1 + exp(scale * (b - a))) of each pair, (K,): the cross-entropy of an image's own
-    text against the same text altered, such as with its findings denied.
+    """Return the cross-entropy of each text against the same text altered, (K,), such as with its
+    findings denied: its own image prefers the text, and other images the altered one.
 
-    a and b are the cosines of the image with its text and with the altered one. Rows need not have
-    unit length. ln 2 for equal texts. Raises ValueError on unequal shapes.
+    With d the scaled cosine of an image with the text minus that with the altered one, it is the
+    mean of log(1 + exp(-d)) of the own image, and of the mean of log(1 + exp(d)) over the others.
+    Own images alone could be told by the texts: released ones affirm, altered ones deny.
+
+    Args:
+        image_NE: all images.
+        text_KE, altered_KE: texts, and what each is compared with. Rows need not have unit length.
+        own_K: row of each text's image.
+        other_KN: bool, images that are compared; a text without any counts by its own image.
+        scale: factor of cosines.
+
+    ln 2 for equal texts. Raises ValueError on inconsistent shapes.
     """
-    if not image_KE.shape == text_KE.shape == altered_KE.shape:
-        raise ValueError(f"expected equal shapes, got {shapes(image_KE, text_KE, altered_KE)}")
-    with full_precision(image_KE):
-        own_K, other_K = (
-            F.cosine_similarity(image_KE.float(), each_KE.float(), dim=1)
-            for each_KE in (text_KE, altered_KE)
+    if text_KE.shape != altered_KE.shape or other_KN.shape != (len(text_KE), len(image_NE)):
+        raise ValueError(f"expected (K, E) twice and (K, N), got {shapes(text_KE, other_KN)}")
+    with full_precision(image_NE):
+        image_NE, text_KE, altered_KE = (
+            F.normalize(each.float(), dim=1) for each in (image_NE, text_KE, altered_KE)
         )
-        return F.softplus(scale * (other_K - own_K))
+        margin_KN = scale * ((text_KE - altered_KE) @ image_NE.T)
+        own_loss_K = F.softplus(-margin_KN.gather(1, own_K[:, None])[:, 0])
+        count_K = other_KN.sum(dim=1)
+        total_K = F.softplus(margin_KN).masked_fill(~other_KN, 0.0).sum(dim=1)
+        both_K = (own_loss_K + total_K / count_K.clamp(min=1)) / 2
+        return torch.where(count_K > 0, both_K, own_loss_K)
 
 
 def label_similarity(

@@ -50,9 +50,17 @@ def test_term_is_the_cross_entropy_of_own_and_altered_text(
     other_BE = model.encode_text(batch.denied_ids_BT, batch.denied_mask_BT)
     scale = model.scale() if model.learns_scale else 1 / model.config.temperature
     expected = torch.zeros(())
+    images = [0, 1, 2, 4, 5, 6]  # the fourth pair has no image; the second and last text are equal
+    equal = {(1, 6), (6, 1)} if name == "siglip" else set()
     for row in (1, 2, 5, 6):
-        logits = torch.stack([image_BE[row] @ own_BE[row], image_BE[row] @ other_BE[row]])
-        expected = expected - (scale * logits).log_softmax(0)[0] / 4
+        margins = {each: scale * image_BE[each] @ (own_BE[row] - other_BE[row]) for each in images}
+        others = [
+            torch.log1p(margin.exp())
+            for each, margin in margins.items()
+            if each != row and (each, row) not in equal
+        ]
+        own = torch.log1p((-margins[row]).exp())
+        expected = expected + (own + sum(others) / len(others)) / 2 / 4
     torch.testing.assert_close(result.terms[term], expected)
     torch.testing.assert_close(result.total, without(batch).total + 0.5 * expected)
     parameters = [each for each in model.parameters() if each.requires_grad]
@@ -75,11 +83,16 @@ def test_batches_without_an_altered_text_have_a_term_of_zero() -> None:
 
 
 def test_equal_texts_have_a_loss_of_the_logarithm_of_two() -> None:
-    image_KE, text_KE = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
-    loss_K = losses.altered_texts(image_KE, text_KE, text_KE, 10.0)
-    torch.testing.assert_close(loss_K, torch.full((3,), math.log(2)))
-    with pytest.raises(ValueError, match="equal shapes"):
-        losses.altered_texts(image_KE, text_KE, text_KE[:2], 10.0)
+    image_NE, text_KE = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+    own_K, nobody_KN = torch.arange(3), torch.zeros(3, 3, dtype=torch.bool)
+    for other_KN in (nobody_KN, ~torch.eye(3, dtype=torch.bool)):
+        loss_K = losses.altered_texts(image_NE, text_KE, text_KE, own_K, other_KN, 10.0)
+        torch.testing.assert_close(loss_K, torch.full((3,), math.log(2)))
+    alone_K = losses.altered_texts(image_NE, text_KE, -text_KE, own_K, nobody_KN, 10.0)
+    cosine_K = torch.cosine_similarity(image_NE, text_KE)
+    torch.testing.assert_close(alone_K, torch.log1p((-20 * cosine_K).exp()))
+    with pytest.raises(ValueError, match="expected"):
+        losses.altered_texts(image_NE, text_KE, text_KE[:2], own_K, nobody_KN, 10.0)
 
 
 def test_wrong_settings_and_batches_are_refused() -> None:

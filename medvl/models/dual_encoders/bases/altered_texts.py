@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from medvl.errors import ConfigError
-from medvl.losses.common import mean_over_ranks
+from medvl.losses.common import gather, mean_over_ranks
 from medvl.losses.pairs.contrastive import altered_texts
-from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.dual_encoders.bases.pairs import Pairs, negatives
 from medvl.schema import Batch, Embeddings
 
 KINDS = ("mirrored", "denied")
@@ -50,12 +50,18 @@ def altered_terms(model: Any, pairs: Pairs) -> dict[str, tuple[Tensor, float]]:
     """Return the mean loss of each kind of altered texts over all ranks (`losses.altered_texts`)
     and its weight, from the sides of `embed_altered`.
     """
+    kinds = altered_kinds(model.config)
+    if not kinds:
+        return {}
+    scale = model.scale() if model.learns_scale else 1 / model.config.temperature
+    image_NE = gather(pairs.images.global_NE)
+    own_B, other_BN = negatives(pairs)
     terms = {}
-    for kind, weight in altered_kinds(model.config).items():
+    for kind, weight in kinds.items():
         altered = pairs.others[kind]
-        images, texts = (side.global_NE[altered.pair_N] for side in (pairs.images, pairs.texts))
-        scale = model.scale() if model.learns_scale else 1 / model.config.temperature
-        loss_K = altered_texts(images, texts, altered.global_NE, scale)
+        row_K = altered.pair_N
+        texts = pairs.texts.global_NE[row_K], altered.global_NE
+        loss_K = altered_texts(image_NE, *texts, own_B[row_K], other_BN[row_K], scale)
         counted_K = torch.ones_like(loss_K, dtype=torch.bool)
         terms[kind] = mean_over_ranks(loss_K, counted_K), weight
     return terms

@@ -115,8 +115,9 @@ class AlteredTextConfig(DualEncoderConfig):
 
     mirror_weight: float = 0.0
     """Weight of the cross-entropy of each text that names a side against the same text with left
-    and right exchanged, for its image (`losses.altered_texts`). Other texts of the batch seldom
-    differ only by a side; 0, as published, turns it off.
+    and right exchanged: its image prefers the text, other images the altered one
+    (`losses.altered_texts`). Other texts of the batch seldom differ only by a side; 0, as
+    published, turns it off.
     """
     denial_weight: float = 0.0
     """The same for each text that names a finding, and the same text with the polarity of its

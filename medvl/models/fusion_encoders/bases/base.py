@@ -455,7 +455,7 @@ class FusionConfig(TowersConfig):
     denial_weight: float = 0.0
     """The same for each text that names a finding, and the same text with the polarity of its
     findings exchanged (`medvl.data.reports.denials`), as random negatives seldom differ by a "no"
-    alone.
+    alone; with another image, the denied text is the match.
     """
     fusion_lr_mult: float = 5.0
     """Learning rate of the fusion-encoder and of its input projections, as a multiple of the

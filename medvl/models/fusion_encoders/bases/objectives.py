@@ -398,6 +398,8 @@ class AlteredTexts(NamedTuple):
     mask_BT: Tensor
     counted_B: Tensor
     """bool: complete samples whose text the exchange alters."""
+    other_B: Tensor
+    """bool: those of them whose next sample has an image, and is another one."""
 
 
 class PairModel(Protocol):
@@ -416,9 +418,11 @@ class AlteredTextMatching(Objective[Encoded, AlteredTexts, Tensor]):
     """Matching of a text with its image against the same text with left and right exchanged, or
     with its findings denied.
 
-    The text is a match and the altered one is none, so that both classes are equally frequent.
-    Texts that the exchange does not alter, and samples without an image or a text, do not count.
-    Both texts are encoded unmasked; the images are those of the other objectives.
+    The text is a match and the altered one is none, so that both classes are equally frequent. With
+    the next image of the batch, a denied text is a match and the text is none: the texts alone do
+    not tell what matches, though released ones affirm and altered ones deny. Texts that the
+    exchange does not alter, and samples without an image or a text, do not count. Both texts are
+    encoded unmasked; the images are those of the other objectives.
 
     Args:
         weight: factor of the term.
@@ -448,22 +452,37 @@ class AlteredTextMatching(Objective[Encoded, AlteredTexts, Tensor]):
             raise ConfigError(message, "missing", field=f"{self.kind}_ids_BT")
         for has_B in (batch.has_image_B, batch.has_text_B):
             counted_B = counted_B if has_B is None else counted_B & has_B
-        return AlteredTexts(ids_BT, mask_BT, counted_B)
+        other_B = counted_B & (len(counted_B) > 1)
+        if batch.has_image_B is not None:
+            other_B = other_B & batch.has_image_B.roll(-1)
+        return AlteredTexts(ids_BT, mask_BT, counted_B, other_B)
 
     def predict(self, encoded: Encoded, corruption: AlteredTexts) -> Tensor:
-        """(2 B, 2): logits of the texts, then of the altered ones, each with its own image."""
+        """(2 B, 2): logits of the texts, then of the altered ones, each with its own image; of
+        denied texts (4 B, 2), the same again, each with the next image.
+        """
         batch = encoded.batch
         ids_MT = torch.cat([batch.ids_BT, corruption.ids_BT])
         mask_MT = torch.cat([batch.mask_BT, corruption.mask_BT])
         twice_M = None if batch.has_text_B is None else batch.has_text_B.repeat(2)
         text = self.model.text_tokens(ids_MT, mask_MT, twice_M)
-        return self.model.match(text, encoded.image.beside(encoded.image))
+        row_B = torch.arange(len(batch.ids_BT), device=batch.ids_BT.device)
+        if self.kind == "mirrored":
+            return self.model.match(text, encoded.image.rows(row_B.repeat(2)))
+        image_M = torch.cat([row_B.repeat(2), row_B.roll(-1).repeat(2)])
+        text_M = torch.arange(2 * len(row_B), device=row_B.device).repeat(2)
+        return self.model.match(text.rows(text_M), encoded.image.rows(image_M))
 
     def loss(self, predictions: Tensor, corruption: AlteredTexts) -> Tensor:
         """Return the mean cross-entropy of the pairs that count."""
         counted_B = corruption.counted_B
-        matched_M = torch.arange(len(predictions), device=counted_B.device) < len(counted_B)
-        return losses.itm(predictions, matched_M, counted_B.repeat(2))
+        own_B = torch.ones_like(counted_B)
+        matched = [own_B, ~own_B]
+        counted = [counted_B, counted_B]
+        if self.kind == "denied":
+            matched += [~own_B, own_B]
+            counted += [corruption.other_B, corruption.other_B]
+        return losses.itm(predictions, torch.cat(matched), torch.cat(counted))
 
 
 # Masked image modeling (MIM): pixels of removed patches.
