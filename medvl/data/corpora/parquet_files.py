@@ -21,6 +21,9 @@ from medvl.data.corpora.common import questions as vqa
 from medvl.data.corpora.common.parquet import (
     ParquetLimits,
     check_text_lengths,
+    entry_type,
+    has_bytes,
+    is_binary,
     is_text,
     read_parquet,
 )
@@ -83,7 +86,11 @@ class ParquetColumns:
     questions.
     """
     answer_column: str | None = None
-    """Answer to the question."""
+    """Answer to the question; of questions with options, its text or letter."""
+    options_column: str | None = None
+    """List of the options of a question, with or without letters."""
+    kind_column: str | None = None
+    """Type of the question."""
     group_column: str | None = None
     """Patient or article, which splits are disjoint by; hashed."""
     split_column: str | None = None
@@ -114,13 +121,14 @@ class ParquetColumns:
     @property
     def plain(self) -> list[str]:
         """Columns with a text or a number in each cell."""
-        names = (self.question_column, self.answer_column, self.group_column, self.split_column)
-        return [*filter(None, names), *self.label_column]
+        names = [self.question_column, self.answer_column, self.kind_column, self.group_column]
+        return [*filter(None, [*names, self.split_column]), *self.label_column]
 
     def names(self) -> list[str]:
         """Return every column that is read."""
         texts = [column for _, column in self.sections]
-        return [self.image_column, *texts, *self.plain, *self.extra_column]
+        options = [] if self.options_column is None else [self.options_column]
+        return [self.image_column, *texts, *options, *self.plain, *self.extra_column]
 
     def check_types(self, path: Path, schema: Any) -> None:
         """Raise CorpusError for a column whose Arrow type cannot be read as its meaning."""
@@ -134,39 +142,18 @@ class ParquetColumns:
 
         check(
             self.image_column,
-            _has_bytes(schema.field(self.image_column).type),
+            has_bytes(schema.field(self.image_column).type),
             "bytes, a struct with bytes, or a list of either (for paths: medvl shards table)",
         )
         for _, column in self.sections:
-            kind = _entry(schema.field(column).type)
+            kind = entry_type(schema.field(column).type)
             check(column, is_text(kind) or types.is_null(kind), "texts or lists of texts")
+        if self.options_column is not None:
+            kind = entry_type(schema.field(self.options_column).type)
+            check(self.options_column, is_text(kind), "lists of texts")
         for column in self.plain:
             kind = schema.field(column).type
-            check(column, not (types.is_nested(kind) or _is_binary(kind)), "texts or numbers")
-
-
-def _entry(kind: Any) -> Any:
-    """Return the type of a list's entries; other types as they are."""
-    from pyarrow import types
-
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return kind.value_type if is_list else kind
-
-
-def _has_bytes(kind: Any) -> bool:
-    from pyarrow import types
-
-    kind = _entry(kind)
-    if types.is_struct(kind):
-        place = kind.get_field_index("bytes")
-        return bool(place >= 0 and _is_binary(kind.field(place).type))
-    return _is_binary(kind)
-
-
-def _is_binary(kind: Any) -> bool:
-    from pyarrow import types
-
-    return bool(types.is_binary(kind) or types.is_large_binary(kind))
+            check(column, not (types.is_nested(kind) or is_binary(kind)), "texts or numbers")
 
 
 @register_corpus("parquet")
@@ -410,6 +397,8 @@ class _Reader:
                 patient = patients.get(name, group)
                 self.warnings["images_in_several_groups"] += patient != group
                 split = self._split(row, self.deid.patient(patient))
+                answer = vqa.clean_text(row.cells[str(self.columns.answer_column)])
+                choice = self._choice(row, answer)
             except CorpusError as error:
                 rows.skip(f"cell_{error.code}", message=str(error))
                 continue
@@ -418,14 +407,14 @@ class _Reader:
                 patients[name] = patient
             numbers[split] += 1
             splits.setdefault(split, set()).add(self.deid.patient(patient))
-            answer = vqa.clean_text(row.cells[str(self.columns.answer_column)])
             self.warnings["no_answer"] += not answer
+            kind = self.columns.kind_column
             question = Question(
                 id=f"{split}-{numbers[split]}",
                 question=vqa.clean_text(row.cells[str(self.columns.question_column)]),
-                answer=answer,
-                answer_type=vqa.infer_answer_type(answer),
+                kind="" if kind is None else vqa.clean_text(row.cells[kind]),
                 split=split,
+                **choice,
             )
             questions.append((name, question))
         if self.columns.group_column is not None:
@@ -439,6 +428,16 @@ class _Reader:
             +self.warnings,
             patients=patients,
         )
+
+    def _choice(self, row: _Row, answer: str) -> Mapping[str, Any]:
+        """Return the fields of an answer. Raises CorpusError for malformed options."""
+        column = self.columns.options_column
+        if column is None:
+            return {"answer": answer, "answer_type": vqa.infer_answer_type(answer)}
+        fields = vqa.choice_fields(row.cells[column], answer)
+        if fields is None:
+            raise CorpusError(f"{row.place}: malformed options", "options", field=column)
+        return fields
 
     def _rows(self, files: Sequence[_File], rows: RowCounts) -> Iterator[_Row]:
         """Yield the rows with images, and count the others."""

@@ -1,5 +1,6 @@
 """Parquet files with images inside, as on the Hugging Face hub."""
 
+import dataclasses
 import io
 import json
 import subprocess
@@ -268,6 +269,23 @@ def test_equal_images_become_one_sample_with_questions(tmp_path: Path, deid: Dei
     mixed = planned(tmp_path / "*.parquet", deid, QUESTIONS)
     assert {record.sample.split for record in mixed.records} == {"mixed"}
     assert [len(questions_of(record.sample)) for record in mixed.records] == [3, 1, 1]
+
+
+def test_options_of_questions_lose_their_letters(tmp_path: Path, deid: Deidentifier) -> None:
+    options = [["A. left", "B. right"], ["left", "right"], ["A. left", "B. left"]]
+    cells = {"question": ["Where?"] * 3, "answer": ["B", "Left", "A"], "options": options}
+    write(tmp_path / "test.parquet", list(map(cell, range(3))), type=["side"] * 3, **cells)
+    columns = dataclasses.replace(QUESTIONS, options_column="options", kind_column="type")
+    plan = planned(tmp_path / "test.parquet", deid, columns)
+    found = [question for record in plan.records for question in questions_of(record.sample)]
+    assert [(q.answer, q.options, q.right, q.kind, q.answer_type) for q in found] == [
+        ("right", ("left", "right"), (1,), "side", "closed"),
+        ("left", ("left", "right"), (0,), "side", "closed"),
+    ]
+    assert plan.rows.skipped == {"cell_options": 1}
+    with raises(CorpusError, "wrong_type", "unread"):
+        wrong = dataclasses.replace(columns, options_column="unread")
+        planned(tmp_path / "test.parquet", deid, wrong)
 
 
 def test_patients_of_questions_are_in_one_split(tmp_path: Path, deid: Deidentifier) -> None:

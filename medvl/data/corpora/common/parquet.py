@@ -142,3 +142,29 @@ def is_text(kind: Any) -> bool:
 
     value = kind.value_type if types.is_dictionary(kind) else kind
     return bool(types.is_string(value) or types.is_large_string(value))
+
+
+def entry_type(kind: Any) -> Any:
+    """Return the type of a list's entries; other types as they are."""
+    from pyarrow import types
+
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return kind.value_type if is_list else kind
+
+
+def has_bytes(kind: Any) -> bool:
+    """Return whether an Arrow type holds bytes, in a struct or a list or plain."""
+    from pyarrow import types
+
+    kind = entry_type(kind)
+    if types.is_struct(kind):
+        place = kind.get_field_index("bytes")
+        return bool(place >= 0 and is_binary(kind.field(place).type))
+    return is_binary(kind)
+
+
+def is_binary(kind: Any) -> bool:
+    """Return whether an Arrow type is that of bytes."""
+    from pyarrow import types
+
+    return bool(types.is_binary(kind) or types.is_large_binary(kind))

@@ -244,6 +244,24 @@ def choose_right(answer: object, options: Sequence[str]) -> tuple[int, ...]:
     return tuple(sorted(places))
 
 
+def choice_fields(published: object, answer: object) -> dict[str, Any] | None:
+    """Return the fields of a `Question` with options and one right one; None where it is
+    malformed.
+
+    Args:
+        published: list of options, with or without letters.
+        answer: see `choose_right`.
+    """
+    if not isinstance(published, list) or not all(isinstance(each, str) for each in published):
+        return None
+    options = strip_letters(published)
+    right = choose_right(answer, options)
+    if len(right) != 1:
+        return None
+    text = options[right[0]]
+    return {"answer": text, "answer_type": "closed", "options": options, "right": right}
+
+
 def infer_answer_type(answer: str) -> AnswerType:
     """Return "closed" for yes and no, else "open": for releases without a field for the type."""
     return "closed" if answer.strip().lower() in ("yes", "no") else "open"

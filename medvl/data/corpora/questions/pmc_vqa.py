@@ -87,16 +87,7 @@ def _articles(file: Path, allowed: InputFolders) -> Iterator[tuple[str, Mapping[
 
 def _question(name: str, row: Mapping[str, str], split: str) -> Question | None:
     """Return the question; None where its options are malformed."""
-    options = vqa.strip_letters([row[column] for column in _CHOICES])
-    right = vqa.choose_right(row["Answer"], options)
-    if len(right) != 1:
+    fields = vqa.choice_fields([row[column] for column in _CHOICES], row["Answer"])
+    if fields is None:
         return None
-    return Question(
-        id=name,
-        question=vqa.clean_text(row["Question"]),
-        answer=options[right[0]],
-        answer_type="closed",
-        split=split,
-        options=options,
-        right=right,
-    )
+    return Question(id=name, question=vqa.clean_text(row["Question"]), split=split, **fields)

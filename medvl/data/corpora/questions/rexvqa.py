@@ -114,20 +114,16 @@ def _question(name: str, entry: Mapping[str, Any], split: str, where: str) -> Qu
     published = entry.get("options")
     if not isinstance(published, list) or not all(isinstance(each, str) for each in published):
         raise malformed(where, "expected a list of texts", "options")
-    options = vqa.strip_letters(published)
-    right = vqa.choose_right(entry.get("correct_answer"), options)
-    if len(right) != 1:
+    fields = vqa.choice_fields(published, entry.get("correct_answer"))
+    if fields is None:
         return None
     return Question(
         id=name,
         question=vqa.clean_text(entry.get("question")),
-        answer=options[right[0]],
-        answer_type="closed",
         kind=vqa.clean_text(entry.get("task_name")),
         category=vqa.clean_text(entry.get("category")),
         split=split,
-        options=options,
-        right=right,
+        **fields,
     )
 
 
