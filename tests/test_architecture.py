@@ -126,7 +126,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
             "retrieval",
             "matching",
         },
-        "vqa": {"core", "html", "retrieval"},
+        "vqa": {"core", "html", "retrieval", "report_generation"},
         "report_generation": {"core", "html"},
         "generation": {"core", "html", "classification", "probing"},
         "text_tasks": {"core", "html", "probing"},

@@ -14,6 +14,9 @@ Protocol "vqa"; a `VQAProtocol` gives the rules for comparing answers and the ve
 * Controls (`medvl.eval.vqa.controls`) are answers of the same model without the image, with another
   patient's, or to the question in other words. Their accuracy has the subgroup "control: ...", and
   "gain_over_text_only" is the headline.
+* Answers to questions about the difference between two images are texts as well: "corpus_bleu_4",
+  "mean_rouge_l" and the other metrics of `medvl.eval.report_generation.metrics`, of the model, its
+  controls and the question-only baseline, have the target "difference".
 * Answers of a model's vocabulary that only the evaluated split has are stated as a flaw: they are
   not from training.
 * Intervals: the bootstrap resamples images, with all their questions. All rows share the resamples.
@@ -32,7 +35,8 @@ from medvl.data.annotations import Question
 from medvl.data.reports.cleaning import swap_laterality
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure
-from medvl.eval.core.results import Results, format_table, format_value
+from medvl.eval.core.results import Results, at_items, format_table, format_value
+from medvl.eval.report_generation.metrics import overlap_metrics
 from medvl.eval.vqa.controls import CONTROLS, GAIN_OVER_TEXT_ONLY, TEXT_ONLY, control_of
 from medvl.eval.vqa.predictions import QUESTION_ONLY, Predictions, VQAData, baselines
 from medvl.eval.vqa.protocol import (
@@ -49,8 +53,13 @@ MODEL = "model"
 ACCURACY = "accuracy"
 GAIN = "gain_over_question_only"
 CEILING = "ceiling"
+DIFFERENCE = "difference"
+"""Kind of the questions about two images of a patient (Medical-Diff-VQA)."""
 TYPES = ("overall", "closed", "open")
 """Targets of the rows over all questions, and over those of each answer type."""
+
+
+_SHOWN_TEXT_METRICS = ("corpus_bleu_1", "corpus_bleu_4", "mean_rouge_l", "mean_cider")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +95,15 @@ class VQAResult:
             and row.subgroup == subgroup_of(system)
             and row.target not in TYPES
         ]
-        return "\n\n".join(format_table(rows) for rows in (top, below) if rows)
+        texts = [
+            dataclasses.replace(row, target=subgroup_of(system) or MODEL, subgroup="")
+            for system in self.systems
+            for row in self.results.rows
+            if row.target == DIFFERENCE
+            and row.metric in _SHOWN_TEXT_METRICS
+            and row.subgroup == subgroup_of(system)
+        ]
+        return "\n\n".join(format_table(rows) for rows in (top, below, texts) if rows)
 
     def predictions(self) -> list[dict[str, Any]]:
         """Return one JSON object per question, with the answers and credits of the model, its
@@ -233,7 +250,36 @@ def _metric_groups(
             gain_N = credits[MODEL] - credits[TEXT_ONLY]
             values.append((GAIN_OVER_TEXT_ONLY, gain_N, types | by_attribute, ""))
     values.append((CEILING, ceiling_N, types, ""))
-    return [masked_means(*one) for one in values]
+    groups = [masked_means(*one) for one in values]
+    for system in (MODEL, *CONTROLS, QUESTION_ONLY):
+        if system in systems:
+            found = systems[system]
+            answers = [found[each.id].answer if each.id in found else "" for each in questions]
+            groups += difference_metrics(questions, answers, subgroup_of(system))
+    return groups
+
+
+def difference_metrics(
+    questions: Sequence[Question], answers: Sequence[str], subgroup: str = ""
+) -> list[MetricGroup]:
+    """Return the text metrics of the answers to questions about a difference; none without such
+    questions.
+    """
+    index = [place for place, each in enumerate(questions) if each.kind == DIFFERENCE]
+    if not index:
+        return []
+    groups = overlap_metrics(
+        [answers[place] for place in index],
+        [questions[place].answer for place in index],
+        subgroup=subgroup,
+    )
+    named = [
+        MetricGroup(
+            [dataclasses.replace(row, target=DIFFERENCE) for row in group.rows], group.statistic
+        )
+        for group in groups
+    ]
+    return [at_items(group, index) for group in named]
 
 
 def masked_means(

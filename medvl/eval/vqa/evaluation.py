@@ -52,6 +52,7 @@ from medvl.eval.vqa.accuracy import (
     TYPES,
     VQAResult,
     attribute_masks,
+    difference_metrics,
     evaluate_answers,
     masked_means,
     subgroup_of,
@@ -535,6 +536,9 @@ class QuestionAnswering(Evaluation):
         types = type_masks(np.array([bool(line["closed"]) for line in lines]))
         masks = types | attribute_masks([Question.from_json(line) for line in lines])
         groups = [masked_means(ACCURACY, credit_N, masks)]
+        if all(MODEL in line for line in lines):
+            questions = [Question.from_json(line) for line in lines]
+            groups += difference_metrics(questions, [str(line[MODEL] or "") for line in lines])
         if not np.isnan(text_only_N).all():
             groups.append(masked_means(GAIN_OVER_TEXT_ONLY, credit_N - text_only_N, masks))
         if np.isnan(floor_N).all():
