@@ -51,6 +51,10 @@ FAMILIES = {
         "Fusion-encoders",
         "They read an image and a text together: question answering, matching, classification.",
     ),
+    "volumes": (
+        "Dual-encoders of volumes",
+        "They embed CT or MR scans and reports apart: zero-shot classification, retrieval.",
+    ),
     "report_generators": (
         "Report generators",
         "They write a report for one or two images. MedViLL does too, with `--model.objective "
