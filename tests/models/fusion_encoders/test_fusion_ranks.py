@@ -86,8 +86,9 @@ def test_ddp_averages_the_gradients_of_both_ranks(
     name: str, case: str, rank_gradients: list[dict[str, dict[str, Tensor]]]
 ) -> None:
     expected: dict[str, Tensor] = {}
+    model = model_of(name, case)
     for rank in (0, 1):
-        model = model_of(name, case)
+        model.zero_grad(set_to_none=True)
         loss_of(model, rank, case).backward()
         for key, gradient in gradients(model).items():
             expected[key] = expected.get(key, torch.zeros_like(gradient)) + gradient / 2
