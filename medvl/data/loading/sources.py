@@ -201,6 +201,12 @@ class SourceView:
         volume: Volume = source.volume(self.source_position(position), slices)
         return volume
 
+    def volume_bytes(self, position: int) -> int:
+        """Return the stored bytes of the volume at `position`, of a source that has them."""
+        source: Any = self.source
+        size: int = source.volume_bytes(self.source_position(position))
+        return size
+
     def regions(self, position: int) -> Regions:
         """Return the regions at `position`, of a source that has them."""
         source: Any = self.source
@@ -523,6 +529,11 @@ class ConcatSource:
         """Return the volume. Raises ImageError or ShardError."""
         source, place = self._locate(position)
         return source.volume(place, slices)
+
+    def volume_bytes(self, position: int) -> int:
+        """Return the stored bytes of the volume."""
+        source, place = self._locate(position)
+        return source.volume_bytes(place)
 
     def regions(self, position: int) -> Regions:
         """Return the regions of the image. Raises ImageError or ShardError."""

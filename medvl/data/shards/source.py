@@ -170,6 +170,11 @@ class ShardSource:
             shard, _ = self._locate(position)
             raise self._damaged(shard, self.key(position), str(error), code) from error
 
+    def volume_bytes(self, position: int) -> int:
+        """Return the stored bytes of a sample's volume or image, 0 without one."""
+        shard, row = self._locate(position)
+        return int(self._indexes[shard].image[row, 1])
+
     def has_volume(self, position: int) -> bool:
         """Return whether the sample at `position` has a volume in place of an image."""
         shard, row = self._locate(position)

