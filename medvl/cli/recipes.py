@@ -263,7 +263,7 @@ CARDS: dict[str, Callable[..., None]] = {"list": list_cards, "show": show_card}
 
 def doctor(arguments: Sequence[str]) -> str:
     """Measure the training speed of a recipe and find its bottleneck, or check several nodes or
-    remote shards.
+    remote shards; or compute the cost of a volume on paper.
 
     Raises ConfigError if the file is not a recipe, and the errors of its data and model; `nodes`
     raises TrainingError if a check fails.
@@ -272,6 +272,8 @@ def doctor(arguments: Sequence[str]) -> str:
         return _nodes(arguments[1:])
     if arguments[:1] == ["shards"]:
         return _shards(arguments[1:])
+    if arguments[:1] == ["volumes"]:
+        return _volumes(arguments[1:])
     options, recipe_arguments = _parser(
         add_help=arguments[:1] in (["-h"], ["--help"])
     ).parse_known_args(arguments)
@@ -304,6 +306,35 @@ def load_recipe(path: Path, arguments: Sequence[str]) -> tuple[ModuleType, Any]:
     """
     module = load_recipe_module(path)
     return module, choose(module.PRESETS, list(arguments), description=module.__doc__)
+
+
+def _volumes(arguments: Sequence[str]) -> str:
+    """Compute the cost of a volume in the encoder of a recipe, without data. Returns the report.
+
+    Raises ConfigError for a recipe of images.
+    """
+    parser = argparse.ArgumentParser(
+        prog="medvl doctor volumes",
+        usage="medvl doctor volumes RECIPE [PRESET] [settings of the recipe ...]",
+        description="Operations and memory of one volume in the encoder of a recipe, without data.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", help="recipe of a system of volumes, such as hlip_ct_rate")
+    options, rest = parser.parse_known_args(arguments)
+    _, settings = load_recipe(find_recipe(options.recipe), rest)
+    from medvl.models.volumes.base import VolumeDualConfig
+    from medvl.train.doctor.volume_cost import describe_cost, volume_cost
+
+    model = getattr(settings, "model", None)
+    if not isinstance(model, VolumeDualConfig):
+        raise ConfigError(
+            f"{options.recipe} reads images, whose cost `medvl doctor` measures; give a recipe of "
+            "volumes",
+            "unsupported",
+            field="recipe",
+        )
+    encoder = {"name": model.image_encoder, "size": model.volume_size, **model.image_arguments}
+    return describe_cost(volume_cost(encoder))
 
 
 def _shards(arguments: Sequence[str]) -> str:
@@ -376,7 +407,8 @@ def _parser(add_help: bool) -> argparse.ArgumentParser:
         usage="medvl doctor [--seconds S] [--out FILE] RECIPE [PRESET] [settings of the recipe "
         "...]\n"
         "       torchrun --nnodes N ... -m medvl doctor nodes [--storage DIR]\n"
-        "       medvl doctor shards ADDRESS [--out FILE]",
+        "       medvl doctor shards ADDRESS [--out FILE]\n"
+        "       medvl doctor volumes RECIPE [PRESET] [settings of the recipe ...]",
         description="Measure a recipe and find its bottleneck. RECIPE --help lists its settings.",
         epilog=f"Example: {example('doctor')}",
         add_help=add_help,  # --help after the recipe is that of the recipe
