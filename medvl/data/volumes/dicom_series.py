@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import TypeVar, get_args
 
 import numpy as np
 
@@ -30,7 +30,9 @@ from medvl.data.dicom.pixels import PixelLayout, decode_frame
 from medvl.data.dicom.reader import listed_modality
 from medvl.data.dicom.rendering import modality_transform
 from medvl.data.dicom.tags import Tag
+from medvl.data.volumes.options import Gaps, Tilt
 from medvl.data.volumes.volume import (
+    AIR,
     DEFAULT_LIMITS,
     MAX_OBLIQUE,
     MAX_TILT,
@@ -84,7 +86,8 @@ def read_dicom_series(
     *,
     stack: int | None = None,
     derived: bool = False,
-    gaps: Literal["refuse", "resample"] = "refuse",
+    gaps: Gaps = "refuse",
+    tilt: Tilt = "refuse",
     max_oblique: float = MAX_OBLIQUE,
     limits: VolumeLimits = DEFAULT_LIMITS,
     folders: InputFolders = ANYWHERE,
@@ -96,7 +99,11 @@ def read_dicom_series(
         stack: index of the stack to read where the folder has several, the one with most slices
             first. With None, such folders raise VolumeError ("conflict").
         derived: read reformatted slices (MPR, projections) too.
-        gaps: "resample" interpolates slices whose distances vary by less than 10 % to even ones.
+        gaps: "resample" interpolates slices whose distances vary by less than 10 % to even ones;
+            "longest" keeps the longest run of slices at even distances (`Volume.dropped` counts the
+            others as beyond_gap).
+        tilt: "correct" shifts the slices of a tilted gantry within their planes, so that they are
+            stacked along their normal; what moves out of the image is lost.
         max_oblique: largest angle between an axis and the patient's nearest one, in degrees.
         limits: limits for untrusted files.
         folders: folders that the files must be in, links resolved; default `folder`.
@@ -107,20 +114,21 @@ def read_dicom_series(
             slices at one place; "tilt", "oblique": see `Volume`; "empty" or "too_small": fewer than
             two slices; "too_large"; "not_found": no such stack.
         DicomError: a slice cannot be read; codes as in `read_dicom`.
-        ConfigError: "out_of_range" for `gaps`.
+        ConfigError: "out_of_range" for `gaps` or `tilt`.
     """
-    if gaps not in ("refuse", "resample"):
-        raise ConfigError(
-            f"expected gaps to be 'refuse' or 'resample', got {gaps!r}",
-            "out_of_range",
-            field="gaps",
-        )
+    for field, value, kinds in (("gaps", gaps, get_args(Gaps)), ("tilt", tilt, get_args(Tilt))):
+        if value not in kinds:
+            raise ConfigError(
+                f"expected {field} to be one of {', '.join(kinds)}, got {value!r}",
+                "out_of_range",
+                field=field,
+            )
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"{folder} is no folder")
     reader = _Reader(Path(folder), limits, folders)
     try:
         slices = _chosen(reader.stacks(derived=derived), stack, reader.dropped)
-        return reader.read(slices, gaps, max_oblique)
+        return reader.read(slices, gaps, tilt, max_oblique)
     except VolumeError as error:
         raise error.prefixed(f"{folder}: ") from error
     except MemoryError as error:
@@ -173,10 +181,13 @@ class _Reader:
         parts = [part for group in groups.values() for part in self._parts(group)]
         return sorted(parts, key=len, reverse=True)
 
-    def read(
-        self, slices: Sequence[_Slice], gaps: Literal["refuse", "resample"], max_oblique: float
-    ) -> Volume:
+    def read(self, slices: Sequence[_Slice], gaps: Gaps, tilt: Tilt, max_oblique: float) -> Volume:
         """Stack slices, which are in the order of their places."""
+        if gaps == "longest":
+            kept = _longest_run(slices)
+            self.dropped["beyond_gap"] += len(slices) - len(kept)
+            self.dropped += Counter()  # drop a count of 0
+            slices = kept
         first = slices[0]
         if len(slices) < 2:
             raise VolumeError("expected at least two slices, got one", "too_small")
@@ -188,7 +199,7 @@ class _Reader:
                 field="voxels",
             )
         places = np.array([each.place for each in slices])
-        _check_tilt(slices, places)
+        shifts = _shifts(slices, places, tilt)
         distances = np.diff(places)
         median = float(np.median(distances))
         off = np.abs(distances - median)
@@ -197,13 +208,13 @@ class _Reader:
             worst = int(off.argmax())
             raise VolumeError(
                 f"slices {worst} and {worst + 1} are {distances[worst]:.2f} mm apart, expected "
-                f"{median:.2f} mm; complete the series, or leave it out",
+                f"{median:.2f} mm; complete the series, or keep its longest part (the option gaps)",
                 "gap",
                 field="gaps",
             )
         hu_DHW = np.empty((len(slices), *first.shape), np.int16)
-        for slice_HW, each in zip(hu_DHW, slices, strict=True):
-            slice_HW[:] = self._pixels(each)
+        for slice_HW, each, shift in zip(hu_DHW, slices, shifts, strict=True):
+            slice_HW[:] = _shifted(self._pixels(each), shift)
         step = float(places[-1] - places[0]) / (len(slices) - 1)
         if not is_even:
             hu_DHW = _at_even_places(hu_DHW, (places - places[0]) / step)
@@ -307,14 +318,49 @@ def _is_plain(part: list[_Slice]) -> bool:
     return len(part) > 1 and not any(_is_same_place(one, other) for one, other in pairs)
 
 
-def _check_tilt(slices: Sequence[_Slice], places: np.ndarray) -> None:
-    """Raise VolumeError ("tilt") unless the slices are stacked along their normal."""
+def _longest_run(slices: Sequence[_Slice]) -> Sequence[_Slice]:
+    """Return the longest run of slices at even distances; the first of equal ones."""
+    distances = np.diff([each.place for each in slices])
+    best = (0, min(2, len(slices)))
+    start = 0
+    for end in range(1, len(distances) + 1):
+        run = distances[start:end]
+        if abs(run[-1] - run[0]) > max(_SAME_PLACE, _GAP * run[0]):
+            start = end - 1
+        if end + 1 - start > best[1] - best[0]:
+            best = (start, end + 1)
+    return slices[best[0] : best[1]]
+
+
+def _shifts(slices: Sequence[_Slice], places: np.ndarray, tilt: Tilt) -> np.ndarray:
+    """Return (N, 2): pixels by which each slice lies further along its columns and rows than the
+    first one; 0 where all are stacked along their normal.
+
+    Raises VolumeError ("tilt") for others, unless they are to be corrected.
+    """
     first = slices[0]
     steps = np.array([each.position - first.position for each in slices])
-    aside = np.linalg.norm(steps - np.outer(steps @ first.normal, first.normal), axis=1).max()
+    aside = steps - np.outer(steps @ first.normal, first.normal)
+    most = np.linalg.norm(aside, axis=1).max()
     extent = places[-1] - places[0]
-    if aside > _SAME_PLACE + extent * math.tan(math.radians(MAX_TILT)):
-        raise tilted(math.degrees(math.atan2(aside, extent)))
+    if most <= _SAME_PLACE + extent * math.tan(math.radians(MAX_TILT)):
+        return np.zeros((len(slices), 2))
+    if tilt == "refuse":
+        raise tilted(math.degrees(math.atan2(most, extent)))
+    shifts: np.ndarray = aside @ first.directions[::-1].T / np.array(first.spacing)
+    return np.round(shifts, 6)  # whole pixels stay whole
+
+
+def _shifted(values_HW: np.ndarray, shift: np.ndarray) -> np.ndarray:
+    """Return a slice with its content moved by pixels along (y, x); air moves in."""
+    if not shift.any():
+        return values_HW
+    from scipy import ndimage
+
+    moved = ndimage.shift(
+        values_HW.astype(np.float32), shift, order=1, mode="grid-constant", cval=AIR
+    )
+    return to_int16(moved)
 
 
 def _at_even_places(hu_DHW: np.ndarray, places: np.ndarray) -> np.ndarray:

@@ -7,6 +7,9 @@ from typing import Literal
 
 from medvl.errors import ConfigError
 
+Gaps = Literal["refuse", "resample", "longest"]
+Tilt = Literal["refuse", "correct"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VolumeFile:
@@ -38,10 +41,12 @@ class VolumeOptions:
     """
     antialias: bool = True
     """Smooth before an axis is shrunk by more than 1.5; published code does not."""
-    gaps: Literal["refuse", "resample"] = "refuse"
-    """DICOM series whose slices have uneven distances: refuse (they are skipped as `gap`) or
-    resample (where distances vary by less than 10 %).
+    gaps: Gaps = "refuse"
+    """DICOM series whose slices have uneven distances: refuse (they are skipped as `gap`), resample
+    (where distances vary by less than 10 %), or longest (the longest run without a gap).
     """
+    tilt: Tilt = "refuse"
+    """DICOM series of a tilted gantry: refuse (they are skipped as `tilt`) or correct."""
 
     def __post_init__(self) -> None:
         for name in ("spacing", "size"):

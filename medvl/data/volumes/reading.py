@@ -27,7 +27,7 @@ def read_volume(
     Raises FileNotFoundError, VolumeError and DicomError as the readers and `check_hounsfield`.
     """
     if path.is_dir():
-        volume = read_dicom_series(path, gaps=options.gaps, folders=folders)
+        volume = read_dicom_series(path, gaps=options.gaps, tilt=options.tilt, folders=folders)
     elif path.suffix == ".npz":
         volume = read_npz(
             path,

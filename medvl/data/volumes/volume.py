@@ -61,7 +61,7 @@ class Volume:
     """
     dropped: Mapping[str, int] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
     """Number of files of the folder that are no slice of the volume, by kind: localizer, derived,
-    duplicate, no_position, not_dicom, no_pixels.
+    duplicate, no_position, not_dicom, no_pixels, beyond_gap.
     """
 
 
@@ -145,7 +145,7 @@ def tilted(degrees: float) -> VolumeError:
     """Return the error for slices that are not stacked at a right angle."""
     message = (
         f"the slices are stacked {degrees:.1f} degrees off a right angle (gantry tilt), over "
-        f"{MAX_TILT}; correct the shear first, or leave the volume out"
+        f"{MAX_TILT}; correct the shear (of DICOM series: the option tilt), or leave the volume out"
     )
     return VolumeError(message, "tilt")
 

@@ -166,6 +166,47 @@ def test_derived_slices_are_read_where_asked(tmp_path):
     np.testing.assert_array_equal(read_dicom_series(tmp_path / "a", derived=True).hu_DHW, HU)
 
 
+def test_the_longest_run_of_slices_is_read(tmp_path):
+    """3 slices, a gap, 6 slices, 2 at another distance."""
+    hu_DHW = canonical((11, 6, 7))
+    places = [0, 1, 2, 80, 81, 82, 83, 84, 85, 87, 89]
+    for index, place in enumerate(places):
+        write_slice(tmp_path / f"{index}.dcm", hu_DHW[index], (0.0, 0.0, float(place)))
+    with raises(VolumeError, "gap", names="78.00 mm"):
+        read_dicom_series(tmp_path)
+    volume = read_dicom_series(tmp_path, gaps="longest")
+    np.testing.assert_array_equal(volume.hu_DHW, hu_DHW[3:9])
+    assert volume.spacing == pytest.approx((1, 0.7, 0.8))
+    assert volume.dropped == {"beyond_gap": 5}
+    whole = tmp_path / "whole"
+    write_series(whole, hu_DHW)
+    volume = read_dicom_series(whole, gaps="longest")
+    np.testing.assert_array_equal(volume.hu_DHW, hu_DHW)
+    assert volume.dropped == {}
+    with raises(ConfigError, "out_of_range", "gaps"):
+        read_dicom_series(whole, gaps="all")
+
+
+def test_gantry_tilt_is_corrected(tmp_path):
+    """Each slice lies a row and two columns further than the one before."""
+    true_DHW = canonical((4, 12, 15))
+    for index in range(4):
+        image_HW = true_DHW[index, index : index + 8, 2 * index : 2 * index + 8]
+        place = (0.8 * 2 * index, 0.7 * index, 3.0 * index)
+        write_slice(tmp_path / f"{index}.dcm", image_HW, place)
+    with raises(VolumeError, "tilt"):
+        read_dicom_series(tmp_path)
+    volume = read_dicom_series(tmp_path, tilt="correct")
+    assert volume.spacing == pytest.approx((3, 0.7, 0.8))
+    for index in range(4):
+        found = volume.hu_DHW[index]
+        np.testing.assert_array_equal(
+            found[index:, 2 * index :], true_DHW[index, index:8, 2 * index : 8]
+        )
+        assert (found[:index] == -1024).all()
+        assert (found[:, : 2 * index] == -1024).all()
+
+
 def test_gantry_tilt_is_refused(tmp_path):
     fields = {index: {"ImagePositionPatient": [0, 0.3 * index, 1.5 * index]} for index in range(6)}
     write_series(tmp_path / "a", HU, fields=fields)
