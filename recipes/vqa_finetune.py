@@ -51,6 +51,8 @@ class Recipe:
     """Learning rate of the head, as a multiple of the encoders'; None is the published one of
     that head.
     """
+    earlier_image: bool = False
+    """Read the patient's earlier image beside the current one, for questions about differences."""
     protocol: str = "medvl"
     """Comparison of answers, and the questions whose answers are the vocabulary."""
     data: VQADataConfig
@@ -146,6 +148,7 @@ def prepare(recipe: Recipe) -> "Run":
             head=recipe.head,
             decoder=recipe.decoder,
             head_lr_mult=recipe.head_lr_mult,
+            earlier_image=recipe.earlier_image,
         )
     opened = open_vqa(recipe.data, model, answers, normalize, recipe.train.micro_batch)
     run = Run(recipe="vqa_finetune", settings=recipe, model=model, data=opened)

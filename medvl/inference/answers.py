@@ -445,8 +445,8 @@ def answer(
         ImageError, DicomError, FileNotFoundError: an image cannot be read.
     """
     system = open_model(model)
-    if not isinstance(system, VQA):
-        raise refuse(system, "answer questions", CAN_ANSWER)
+    if not isinstance(system, VQA) or system.config.earlier_image:
+        raise refuse(system, "answer questions about single images", CAN_ANSWER)
     listed, asked = texts_for(images, questions, "questions")
     if not all(question.strip() for question in asked):
         raise ConfigError("expected a question, got an empty one", "empty", field="questions")

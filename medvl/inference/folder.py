@@ -102,7 +102,7 @@ class ImageModel:
         self.model = model
         self.calibrated: dict[str, FindingCalibration] = {}
         self._run: Callable[[Tensor], list[dict[str, Value]]]
-        if isinstance(model, VQA):
+        if isinstance(model, VQA) and not model.config.earlier_image:
             if not texts:
                 raise ConfigError(
                     "a VQA model needs questions: give --texts", "missing", field="texts"

@@ -81,7 +81,9 @@ class ServedModel:
         self.abilities = {
             "scores": self._can(self._prepare_scorer),
             "heatmap": self._can(lambda: self.heatmap(_BLACK, "opacity")),
-            "answer": isinstance(model, VQA) and model.tokenizer is not None,
+            "answer": isinstance(model, VQA)
+            and model.tokenizer is not None
+            and not model.config.earlier_image,
             "report": self._can(lambda: self.report(_BLACK, max_tokens=2)),
             "neighbors": isinstance(model, DualEncoder),
         }

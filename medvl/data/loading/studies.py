@@ -13,6 +13,7 @@ from medvl.data.annotations import Question, frontal_or_lateral, questions_of
 from medvl.data.loading.sources import Source, SourceView, Subset
 from medvl.data.shards.regions import Regions
 from medvl.data.shards.source import ShardSource
+from medvl.data.transforms.image import resize
 from medvl.errors import ConfigError, CorpusError, ImageError
 from medvl.schema import Sample
 
@@ -175,6 +176,8 @@ class QuestionSource:
         vocabulary: normalized answers.
         normalize: answer normalizer; must be picklable (a module-level function) for the loader's
             workers.
+        earlier: show the prior image of a sample (`prior_positions`) beside its own, for questions
+            about a difference (`side_by_side`).
 
     Attributes:
         questions: the questions with the positions of their images.
@@ -190,8 +193,11 @@ class QuestionSource:
         split: str,
         vocabulary: Sequence[str],
         normalize: Callable[[str], str],
+        *,
+        earlier: bool = False,
     ) -> None:
         self.source = source
+        self._prior_N = prior_positions(source) if earlier else None
         self.split = split
         self.normalize = normalize
         self.label_names = tuple(vocabulary)
@@ -199,7 +205,7 @@ class QuestionSource:
         self._known = frozenset(vocabulary)
         self.questions = questions_in_split(source, split)
         self.image_keys = tuple(source.key(position) for position, _ in self.questions)
-        content = "\n".join([source.fingerprint, split, *self.label_names])
+        content = "\n".join([source.fingerprint, split, *self.label_names, *["earlier"] * earlier])
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
 
     def __len__(self) -> int:
@@ -232,13 +238,34 @@ class QuestionSource:
         """Return the decoded image of the question at `position`. Raises ImageError or
         ShardError.
         """
-        return self.source.pixels(self.questions[position].image, color)
+        return self.image_pixels(self.questions[position].image, color)
+
+    def image_pixels(self, image: int, color: bool | None = None) -> np.ndarray:
+        """Return the decoded image at a position of the shards, beside the earlier one where that
+        is shown. Raises ImageError or ShardError.
+        """
+        pixels = self.source.pixels(image, color)
+        if self._prior_N is None:
+            return pixels
+        prior = int(self._prior_N[image])
+        earlier = np.zeros_like(pixels) if prior == NO_PRIOR else self.source.pixels(prior, color)
+        return side_by_side(earlier, pixels)
 
     def regions(self, position: int) -> Regions:
         """Return the regions of the image of the question at `position`. Raises ImageError or
         ShardError.
         """
         return self.source.regions(self.questions[position].image)
+
+
+def side_by_side(earlier: np.ndarray, current: np.ndarray) -> np.ndarray:
+    """Return a picture of the size of the current image: the earlier image on its left half and
+    the current one on its right half, each squeezed to half of the width.
+    """
+    height, width = current.shape[:2]
+    left = resize(earlier, height, width // 2)
+    right = resize(current, height, width - width // 2)
+    return np.concatenate([left, right], axis=1)
 
 
 class AnswerSource(QuestionSource):

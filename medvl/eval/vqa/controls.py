@@ -101,7 +101,7 @@ class ControlledQuestions:
     def pixels(self, position: int, color: bool | None = None) -> Pixels:
         """Return the image of the control. Raises ImageError or ShardError."""
         if self._pixels is None:
-            return self.source.pixels(self._image(position), color)
+            return self._questions.image_pixels(self._image(position), color)
         if color and self._pixels.ndim == 2:
             return np.repeat(self._pixels[:, :, None], 3, axis=2)
         return self._pixels

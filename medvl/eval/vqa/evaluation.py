@@ -473,7 +473,13 @@ class QuestionAnswering(Evaluation):
     ) -> _Answers:
         advice = "fine-tune it with recipes/vqa_finetune.py"
         model: VQA = setup.model(checkpoint, (VQA,), advice)
-        source = QuestionSource(shards, self.split, model.config.answers, rules.normalize)
+        source = QuestionSource(
+            shards,
+            self.split,
+            model.config.answers,
+            rules.normalize,
+            earlier=model.config.earlier_image,
+        )
         train = shards if self.train is None else ShardSource(self.train)
         color = color_for(shards, model.transform)
 

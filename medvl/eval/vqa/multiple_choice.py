@@ -69,6 +69,7 @@ from medvl.eval.vqa.option_scores import (
 )
 from medvl.eval.vqa.predictions import question_data
 from medvl.eval.vqa.protocol import get_protocol
+from medvl.models import VQA
 from medvl.models.base import System, evaluating
 
 PROTOCOL = "multiple_choice"
@@ -294,8 +295,8 @@ def is_item(question: Question) -> bool:
 class ChoiceSource(QuestionSource):
     """The questions of a split with several options, of which one is right."""
 
-    def __init__(self, source: ShardSource, split: str) -> None:
-        super().__init__(source, split, (), str)
+    def __init__(self, source: ShardSource, split: str, *, earlier: bool = False) -> None:
+        super().__init__(source, split, (), str, earlier=earlier)
         every = self.questions
         self.questions = tuple(each for each in every if is_item(each.question))
         if not self.questions:
@@ -351,7 +352,8 @@ class MultipleChoice(ModelEvaluation):
         check_choice(self.length, LENGTHS, "length")
         templates = Templates() if self.templates is None else Templates.read(self.templates)
         scorer = option_scorer(model, templates, get_protocol("medvl"), self.score)
-        questions = ChoiceSource(source, self.split)
+        earlier = isinstance(model, VQA) and model.config.earlier_image
+        questions = ChoiceSource(source, self.split, earlier=earlier)
         train = source if self.train is None else ShardSource(self.train)
         asked = [each.question for each in questions.questions]
         options = {question.id: question.options for question in asked}

@@ -279,13 +279,14 @@ def open_vqa(
     options: dict[str, Any] = {"tokenizer": model.tokenizer, "text": text, "inputs": model.inputs}
     train, valid = open_split(data, one_folder=True)
     regions = bind_regions(model, train)
-    questions = QuestionSource(train, "train", answers, normalize)
+    earlier = model.config.earlier_image
+    questions = QuestionSource(train, "train", answers, normalize, earlier=earlier)
     image = model.transform if isinstance(data.image, EvalTransform) else data.image
     loader = open_train(data, questions, batch, image=image, together=data.together, **options)
     entries = describe(train.manifest, None if valid is None else valid.manifest, **regions)
     if valid is None:
         return DataLoaders(loader, None, None, entries)
-    held_out = QuestionSource(valid, data.valid_split, answers, normalize)
+    held_out = QuestionSource(valid, data.valid_split, answers, normalize, earlier=earlier)
     options["image"] = model.transform
     losses = open_valid(data, held_out, **options)
     return DataLoaders(loader, losses, open_valid(data, held_out, shared=False, **options), entries)

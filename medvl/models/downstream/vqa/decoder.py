@@ -102,6 +102,10 @@ class VQAConfig(FusionTaskConfig):
     """
     max_tokens: int = 32
     """Maximum length of a question."""
+    earlier_image: bool = False
+    """Read the patient's earlier image beside the current one, as one picture
+    (`medvl.data.loading.studies.side_by_side`), for questions about their difference.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

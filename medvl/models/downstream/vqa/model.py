@@ -431,6 +431,7 @@ class VQA(FusionTask):
         head: Head = "classifier",
         decoder: DecoderConfig | None = None,
         head_lr_mult: float | None = None,
+        earlier_image: bool = False,
     ) -> Self:
         """Put a new head on a fusion-encoder, which is not copied unless `for_reading` changes it.
 
@@ -443,6 +444,7 @@ class VQA(FusionTask):
             head=head,
             decoder=decoder or DecoderConfig(),
             head_lr_mult=head_lr_mult,
+            earlier_image=earlier_image,
         )
         return cls(config, fusion_model)
 
@@ -520,6 +522,7 @@ def create_vqa(
     head: Head = "classifier",
     decoder: DecoderConfig | None = None,
     head_lr_mult: float | None = None,
+    earlier_image: bool = False,
 ) -> VQA:
     """Create a VQA model with a new head from a checkpoint of a dual-encoder or fusion-encoder.
 
@@ -535,6 +538,7 @@ def create_vqa(
         decoder: sizes of the decoder of the heads "ranking" and "generation"; ALBEF's by default.
         head_lr_mult: learning rate of the head, as a multiple of the encoders'; None is the head's
             published one.
+        earlier_image: see `VQAConfig`.
 
     Raises:
         CheckpointError: `start` is not a complete checkpoint.
@@ -542,4 +546,11 @@ def create_vqa(
             not fit the model.
     """
     model = open_fusion(start, fusion, image_size)
-    return VQA.on(model, answers, head=head, decoder=decoder, head_lr_mult=head_lr_mult)
+    return VQA.on(
+        model,
+        answers,
+        head=head,
+        decoder=decoder,
+        head_lr_mult=head_lr_mult,
+        earlier_image=earlier_image,
+    )
