@@ -13,10 +13,29 @@ Preset `paper`: two images of a study, the previous image and report, and the in
 prefix; a Llama of six layers of width 768 from random weights; AdamW at 5e-5, constant, batch 32.
 The published image encoder, UniFormer-B, is not in timm.
 
-Presets `rewards` and `rewards-tiny`: self-critical training of the result of `paper` and `tiny` on
-the F1 of present findings with their sides, and on n-grams, with an entropy of 0.05 (EAST).
+Preset `rewards`: self-critical training of the result of `paper` on the F1 of present findings with
+their sides, and on n-grams, with an entropy of 0.05 (EAST). `--model.rewards.weights sentences 1
+findings 1` rewards sentences that are near by MiniLM, which gives 0.955 to a denied finding, so not
+without findings; `radgraph` needs `medvl[reports]`.
 
 Preset `tiny`: the ResNet-10 of the quickstart's ConVIRT, and a decoder of two layers of width 128.
+Preset `rewards-tiny` compares texts of one image with each other (GRPO).
+
+Measured on the phantom's 120 test studies, settings and steps by validation; two loaded CPU cores,
+one thread, 50 minutes for the first row and 14 for the second:
+
+    medvl train cxrmate tiny --init-from demo --train.epochs None --train.steps 1000
+    medvl train cxrmate rewards-tiny --train.epochs None --train.steps 60
+
+                   F1, micro              of other images   BLEU-4   distinct   words
+    tiny           0.454 [0.394, 0.512]   0.217             0.155    112        54
+    rewards-tiny   0.436 [0.380, 0.487]   0.216             0.186    109        63
+
+Rewards bring n-grams and length near those of the references (on validation BLEU-4 from 0.160 to
+0.197 and F1 from 0.458 to 0.486), and no more findings on test. Of findings that text and reference
+share, 27 of 49 have the right side and 26 of 44 the right severity (tiny). Without the start of
+ConVIRT, 250 steps write the same for all images. Self-critical training at a rate of 2e-4 lost 0.10
+of F1 in 20 steps.
 
 Published aims on the findings of MIMIC-CXR's test studies, from ReXrank's table (RadGraph F1,
 1/RadCliQ-v1, RaTEScore, GREEN), of other code and splits:
@@ -125,10 +144,17 @@ rewards = dataclasses.replace(
 )
 rewards_tiny = dataclasses.replace(
     tiny,
-    model=dataclasses.replace(TINY, rewards=RewardConfig(samples=4)),
+    model=dataclasses.replace(TINY, rewards=RewardConfig(method="group", samples=4)),
     init_from=Path("quickstart/cxrmate/best"),
-    optim=dataclasses.replace(tiny.optim, lr=1e-4, schedule=Constant(warmup_steps=20)),
-    train=dataclasses.replace(tiny.train, run_dir=Path("quickstart/cxrmate-rewards"), epochs=4),
+    optim=dataclasses.replace(tiny.optim, lr=3e-5, schedule=Constant(warmup_steps=4)),
+    train=dataclasses.replace(
+        tiny.train,
+        run_dir=Path("quickstart/cxrmate-rewards"),
+        epochs=2,
+        global_batch=16,
+        validate_every=20,
+        checkpoint_every=20,
+    ),
 )
 PRESETS = {"paper": paper, "tiny": tiny, "rewards": rewards, "rewards-tiny": rewards_tiny}
 MAKE_DATA = """medvl shards mimic-cxr --root MIMIC-CXR --short-side 512 --out shards/mimic-cxr
