@@ -21,6 +21,7 @@ from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import train_words
 from medvl.errors import ConfigError
 from medvl.eval import RunOptions, run_evaluation
+from medvl.eval.core.metric_rows import measure
 from medvl.eval.vqa import multiple_choice
 from medvl.eval.vqa.controls import mean_image, reword_question, swapped_images
 from medvl.eval.vqa.multiple_choice import MultipleChoice, choice_metrics, share_of_right
@@ -282,6 +283,11 @@ def test_a_system_that_looks_loses_without_the_image(
     text = (paths[0].parent / "predictions.jsonl").read_text()
     lines = [json.loads(each) for each in text.splitlines()]
     assert {each["chosen"] == each["answer"] for each in lines} == {True}
+    results = outcome.result.results  # medvl compare computes the same metrics from the lines
+    again = measure(MultipleChoice.metric_groups(lines, results), len(lines), resamples=0)
+    assert {row.name: row.value for row in again} == pytest.approx(
+        {row.name: row.value for row in results.rows}, nan_ok=True
+    )
 
 
 def test_swapped_images_are_of_other_patients_and_the_mean_is_that_of_train() -> None:
