@@ -64,6 +64,7 @@ def test_bash_completes(scripts: Path) -> None:
     for words, expected in CASES.items():
         typed = ["medvl", *words.replace("''", "").split(" ")]
         lines = names["get_completions"](typed, len(typed) - 1, names["COMPLETION_SPEC"])
+        assert not [line for line in lines if "\n" in line], "a shell reads one completion a line"
         found = {line.partition("\t")[0] for line in lines}
         assert found == expected if expected else found, words
 
