@@ -14,9 +14,9 @@ prefix; a Llama of six layers of width 768 from random weights; AdamW at 5e-5, c
 The published image encoder, UniFormer-B, is not in timm.
 
 Preset `rewards`: self-critical training of the result of `paper` on the F1 of present findings with
-their sides, and on n-grams, with an entropy of 0.05 (EAST). `--model.rewards.weights sentences 1
-findings 1` rewards sentences that are near by MiniLM, which gives 0.955 to a denied finding, so not
-without findings; `radgraph` needs `medvl[reports]`.
+their sides, and on n-grams, with an entropy of 0.05 (EAST). `--model.rewards.weights.sentences 1`
+also rewards sentences that are near by MiniLM, which gives 0.955 to a denied finding, so not without
+findings; `--model.rewards.weights.radgraph` needs `medvl[reports]`.
 
 Preset `tiny`: the ResNet-10 of the quickstart's ConVIRT, and a decoder of two layers of width 128.
 Preset `rewards-tiny` compares texts of one image with each other (GRPO).

@@ -178,7 +178,7 @@ class ReportGenerator(System):
         known_BT = target_BT != IGNORED
         true_texts = self._texts(target_BT.masked_fill(~known_BT, tokenizer.pad_id), known_BT)
         references = [text for text in true_texts for _ in range(config.samples)]
-        names = [*config.weights]
+        names = [*config.used]
         reward_RN = text_rewards(
             names,
             self._texts(sampled.ids_NT, sampled.mask_NT),
@@ -192,7 +192,7 @@ class ReportGenerator(System):
             baseline_RB = text_rewards(
                 names, texts, true_texts, greedy.ended_B.tolist(), config.text_encoder
             ).to(device)
-        weight_R = torch.tensor([*config.weights.values()], device=device)
+        weight_R = torch.tensor([*config.used.values()], device=device)
         batch.sampled_ids_NT = sampled.ids_NT
         batch.sampled_mask_NT = sampled.mask_NT
         batch.advantage_N = advantages(config, reward_RN, baseline_RB)

@@ -291,6 +291,11 @@ def test_the_reward_rises(tokenizer: Tokenizer) -> None:
     assert sum(means[-10:]) > 1.5 * sum(means[:10])
 
 
+def test_rewards_without_a_weight_are_not_computed() -> None:
+    assert set(RewardConfig().weights) == set(rewards_of_texts.REWARDS)  # options of a run
+    assert RewardConfig().used == {"findings": 1.0, "ngrams": 0.5}
+
+
 def test_errors() -> None:
     with raises(ConfigError, "conflict", "samples"):
         RewardConfig(method="group")

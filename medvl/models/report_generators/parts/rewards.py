@@ -39,9 +39,9 @@ class RewardConfig:
     samples: int = 1
     """Texts that are sampled for each image; 4 in CXRMate-2's `group`."""
     weights: Mapping[str, float] = dataclasses.field(
-        default_factory=lambda: {"findings": 1.0, "ngrams": 0.5}
+        default_factory=lambda: {**dict.fromkeys(REWARDS, 0.0), "findings": 1.0, "ngrams": 0.5}
     )
-    """Weight of each of `REWARDS`: findings, ngrams, novelty, length, sentences, radgraph."""
+    """Weight of each of `REWARDS`; those without one are not computed."""
     text_encoder: str = "minilm"
     """Text encoder of the reward sentences, a preset with published weights."""
     temperature: float = 1.0
@@ -60,11 +60,16 @@ class RewardConfig:
         check_within(self, "[0, inf)", "entropy_weight")
         for name in self.weights:
             check_choice(name, REWARDS, "weights")
-        if not any(self.weights.values()):
+        if not self.used:
             raise ConfigError("expected a reward with a weight, got none", "empty", field="weights")
         if self.method == "group" and self.samples < 2:
             message = "group compares texts of one image: set samples to 2 or more, got 1"
             raise ConfigError(message, "conflict", field="samples")
+
+    @property
+    def used(self) -> dict[str, float]:
+        """Rewards that have a weight."""
+        return {name: weight for name, weight in self.weights.items() if weight}
 
 
 # Sampling and the loss.
@@ -140,7 +145,7 @@ def uniform_numbers(seed: int, step: int, keys: Sequence[str], samples: int, tok
 
 def advantages(config: RewardConfig, reward_RN: Tensor, baseline_RB: Tensor | None) -> Tensor:
     """(N,): how much better each sampled text is than what it is compared with."""
-    weight_R = torch.tensor([*config.weights.values()], device=reward_RN.device)
+    weight_R = torch.tensor([*config.used.values()], device=reward_RN.device)
     if config.method == "group":
         return losses.group_advantages(reward_RN, weight_R, config.samples)
     assert baseline_RB is not None, "self_critical compares with the greedy text"
