@@ -17,8 +17,9 @@ A forward pass takes 593 GFLOP a volume; a training step keeps 0.84 GB of it, 0.
 are recomputed (`medvl doctor volumes hlip_ct_rate`). Users report a mean AUROC of 0.758 on 16
 findings with batches of 512 and a rate of 8e-5. A run of ours needs the volumes.
 
-Preset `tiny`: 16 x 32 x 32 voxels, and both encoders from scratch, so that texts are the maximum
-over their tokens in place of the class token, which starts equal for all; on scans of the phantom:
+Preset `tiny`: 16 x 32 x 32 voxels, one sentence of a report at a time, and both encoders from
+scratch, so that texts are the maximum over their tokens in place of the class token, which starts
+equal for all; on scans of the phantom:
 
     medvl phantom ct-rate --out ct-rate --patients 1600 --shape 16 32 32 --reconstructions 1
     medvl shards ct-rate --root ct-rate --out ct-rate-shards
@@ -28,7 +29,7 @@ over their tokens in place of the class token, which starts equal for all; on sc
 
 from pathlib import Path
 
-from medvl.data import VolumeTransform, WholeText
+from medvl.data import RandomSentence, VolumeTransform, WholeText
 from medvl.models import HLIPConfig
 from medvl.train import (
     Cosine,
@@ -89,7 +90,7 @@ tiny = VolumeRecipe(
         train="ct-rate-shards/train",
         valid=Path("ct-rate-shards/validate"),
         tokenizer=Path("ct-rate-vocab"),
-        text=WholeText(sections=("findings",)),
+        text=RandomSentence(sections=("findings",)),
         volume=VolumeTransform(size=(16, 32, 32)),
         workers=1,
     ),

@@ -1,0 +1,139 @@
+"""CT-CLIP on CT-RATE: volumes and reports on CT-ViT (Hamamci et al., arXiv 2403.17834).
+
+    medvl shards ct-rate --root CT-RATE --size 240 480 480 --spacing 1.5 0.75 0.75 \\
+        --out shards/ct-rate-fine
+    torchrun --nproc-per-node 8 recipes/ct_clip_ct_rate.py --data.train shards/ct-rate-fine/train \\
+        --data.valid shards/ct-rate-fine/validate
+    medvl eval zero-shot --checkpoint runs/ct-clip-ct-rate/best --data shards/ct-rate-fine/test
+    torchrun recipes/ct_clip_ct_rate.py tiny  # phantom chest CTs, two CPU cores
+    torchrun recipes/ct_clip_ct_rate.py tiny --help-all      # every setting
+
+Preset `paper`: 240 x 480 x 480 voxels of 1.5 x 0.75 x 0.75 mm, patches of 10 x 20 x 20, findings,
+and batches of eight. Differences: patches are not replaced by codes, whose autoencoder is trained
+before (`medvl import ct_clip` reads the released model with them, and `--init-from` continues from
+it); all reconstructions of all patients are read, where the released loop keeps the first 80 % of
+a directory listing. A run of ours needs the volumes.
+
+Preset `tiny`: 16 x 32 x 32 voxels, one sentence of a report at a time, and both encoders from
+scratch, so that texts are the maximum over their tokens in place of the class token, which starts
+equal for all; on scans of the phantom:
+
+    medvl phantom ct-rate --out ct-rate --patients 1600 --shape 16 32 32 --reconstructions 1
+    medvl shards ct-rate --root ct-rate --out ct-rate-shards
+    medvl vocab --data ct-rate-shards/train --out ct-rate-vocab --kind words
+    medvl train ct_clip_ct_rate tiny
+    medvl eval zero-shot --checkpoint ct-clip-run/best --data ct-rate-shards/test \\
+        --prompts phantom_ct
+
+On 600 scans of 400 patients, in seven minutes on one core: mean AUROC 0.797 [0.786, 0.808]; 1.000
+for cardiomegaly, consolidation and both effusions, and chance for nodules, emphysema and
+calcifications of the aorta, which need more steps. A linear probe of the voxels finds all but
+nodules, so that the length of the run is the limit.
+"""
+
+from pathlib import Path
+
+from medvl.data import RandomSentence, VolumeTransform, WholeText
+from medvl.models import CTCLIPConfig
+from medvl.train import (
+    Constant,
+    Cosine,
+    OptimConfig,
+    TrainConfig,
+    VolumeDataConfig,
+    VolumeRecipe,
+    launch,
+    volume_run,
+)
+
+paper = VolumeRecipe(
+    model=CTCLIPConfig(
+        image_arguments={
+            "patch_size": (10, 20, 20),
+            "window": (-1000.0, 1000.0),
+            "mean": 0.5,
+            "std": 0.5,
+        }
+    ),
+    pretrained=True,
+    data=VolumeDataConfig(
+        train="shards/ct-rate-fine/train",
+        valid=Path("shards/ct-rate-fine/validate"),
+        text=WholeText(sections=("findings",)),
+        volume=VolumeTransform(size=(240, 480, 480)),
+    ),
+    optim=OptimConfig(optimizer="adam", lr=1.25e-6, clip_norm=0.5, schedule=Constant()),
+    train=TrainConfig(
+        run_dir=Path("runs/ct-clip-ct-rate"),
+        steps=100_000,
+        global_batch=8,
+        precision="bf16",
+        validate_every=5000,
+        checkpoint_every=5000,
+    ),
+)
+tiny = VolumeRecipe(
+    model=CTCLIPConfig(
+        volume_size=(16, 32, 32),
+        image_arguments={
+            "patch_size": (4, 8, 8),
+            "embed_dim": 64,
+            "depth": 1,
+            "num_heads": 2,
+            "head_dim": 32,
+            "window": (-1150.0, 350.0),
+        },
+        text_encoder="tiny_bert",
+        text_arguments={
+            "num_hidden_layers": 2,
+            "hidden_size": 96,
+            "num_attention_heads": 3,
+            "intermediate_size": 192,
+            "hidden_dropout_prob": 0.0,
+            "pool": "max",
+        },
+        attention_dropout=0.0,
+        projection_dim=128,
+        max_tokens=96,
+        positives="text",
+    ),
+    pretrained=False,
+    data=VolumeDataConfig(
+        train="ct-rate-shards/train",
+        valid=Path("ct-rate-shards/validate"),
+        tokenizer=Path("ct-rate-vocab"),
+        text=RandomSentence(sections=("findings",)),
+        volume=VolumeTransform(size=(16, 32, 32)),
+        workers=1,
+    ),
+    optim=OptimConfig(
+        optimizer="adamw",
+        lr=2e-3,
+        weight_decay=0.05,
+        clip_norm=1.0,
+        schedule=Cosine(warmup_steps=50),
+    ),
+    train=TrainConfig(
+        run_dir=Path("ct-clip-run"),
+        steps=600,
+        global_batch=64,
+        validate_every=300,
+        checkpoint_every=300,
+    ),
+)
+
+PRESETS = {"paper": paper, "tiny": tiny}
+MAKE_DATA = (
+    "medvl shards ct-rate --root CT-RATE --size 240 480 480 --spacing 1.5 0.75 0.75 "
+    "--out shards/ct-rate-fine"
+)
+PHANTOM = (
+    "medvl phantom ct-rate --out ct-rate --patients 1600 --shape 16 32 32 --reconstructions 1 && "
+    "medvl shards ct-rate --root ct-rate --out ct-rate-shards && "
+    "medvl vocab --data ct-rate-shards/train --out ct-rate-vocab --kind words && "
+    "medvl train ct_clip_ct_rate tiny"
+)
+prepare = volume_run("ct_clip_ct_rate", MAKE_DATA, PHANTOM)
+
+if __name__ == "__main__":
+    launch(prepare, PRESETS, "CT-CLIP on CT-RATE.")
