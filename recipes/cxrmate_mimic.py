@@ -24,8 +24,9 @@ Preset `rewards-tiny` compares texts of one image with each other (GRPO).
 Measured on the phantom's 120 test studies, settings and steps by validation; two loaded CPU cores,
 one thread, 50 minutes for the first row and 14 for the second:
 
-    medvl train cxrmate tiny --init-from demo --train.epochs None --train.steps 1000
-    medvl train cxrmate rewards-tiny --train.epochs None --train.steps 60
+    medvl train cxrmate tiny --init-from demo --train.epochs None --train.steps 1000 \\
+        --train.precision fp32
+    medvl train cxrmate rewards-tiny --train.epochs None --train.steps 60 --train.precision fp32
 
                    F1, micro              of other images   BLEU-4   distinct   words
     tiny           0.454 [0.394, 0.512]   0.217             0.155    112        54
