@@ -25,10 +25,10 @@ equal for all; on scans of the phantom:
     medvl eval zero-shot --checkpoint ct-clip-run/best --data ct-rate-shards/test \\
         --prompts phantom_ct
 
-On 600 scans of 400 patients, in seven minutes on one core: mean AUROC 0.797 [0.786, 0.808]; 1.000
+On 600 scans of 400 patients, after seven minutes on one core: mean AUROC 0.797 [0.786, 0.808]; 1.000
 for cardiomegaly, consolidation and both effusions, and chance for nodules, emphysema and
-calcifications of the aorta, which need more steps. A linear probe of the voxels finds all but
-nodules, so that the length of the run is the limit.
+calcifications of the aorta, also after 300 further steps. `medvl eval retrieval` finds the report
+of a volume among the first five in 9.3 % [7.1, 11.6], the commonest texts in 3.0 %.
 """
 
 from pathlib import Path
