@@ -25,6 +25,12 @@ equal for all; on scans of the phantom:
     medvl shards ct-rate --root ct-rate --out ct-rate-shards
     medvl vocab --data ct-rate-shards/train --out ct-rate-vocab --kind words
     medvl train hlip_ct_rate tiny
+    medvl eval zero-shot --checkpoint ct-rate-run/best --data ct-rate-shards/test \\
+        --prompts phantom_ct
+
+On 600 scans of 400 patients, after three minutes on one core: mean AUROC 0.693 [0.678, 0.709]; 1.000
+for pleural effusion and cardiomegaly, 0.777 for pericardial effusion, chance for the other four.
+That of `recipes/ct_clip_ct_rate.py`, whose volumes have no class token, is 0.797.
 """
 
 from pathlib import Path
