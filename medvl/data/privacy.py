@@ -214,14 +214,19 @@ def find_identifiers(text: str) -> dict[str, int]:
     return counts
 
 
+_HASH = re.compile(r"[0-9a-f]{20}")
+
+
 def free_texts(value: object) -> Iterator[str]:
     """Yield the texts and whole numbers in the extra fields of a sample that may have identifiers.
 
     Fields of medvl's own converters with codes (`CODES`) are left out: hashes, concept ids and
-    masks look like numbers of records.
+    masks look like numbers of records. So are 20 hexadecimal digits, a hash wherever it is: one in
+    12,000 has digits alone, and numbers of records are shorter (16 characters in DICOM).
     """
     if isinstance(value, str):
-        yield value
+        if not _HASH.fullmatch(value):
+            yield value
     elif isinstance(value, int) and not isinstance(value, bool):
         yield str(value)
     elif isinstance(value, Mapping):

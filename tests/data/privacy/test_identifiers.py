@@ -49,3 +49,5 @@ def test_free_texts_of_extra_fields_are_the_words_and_numbers_without_codes() ->
     }
     extra |= dict.fromkeys(CODES, "C0032285")
     assert list(free_texts(extra)) == ["a", "b", "12345678"]
+    assert list(free_texts({"id": "2" * 20})) == [], "a hash that has digits alone"
+    assert list(free_texts({"id": "2" * 16})) == ["2" * 16]

@@ -159,7 +159,10 @@ def test_phrases_of_boxes_are_the_labels() -> None:
             ("malformed", "phrases"),
         ),
         ({"phrases": "Mass", "image_width": 9, "image_height": 9}, ("malformed", "phrases")),
-        ({"phrases": [{"label": "Mass", "text": "mass", "boxes": []}]}, ("malformed", "phrases")),
+        (
+            {"phrases": [{"label": "Mass", "text": "mass", "boxes": []}]},
+            ("missing", "image_height"),
+        ),
         (
             {"boxes": [{"label": "Mass", "x": 1, "y": 1, "width": 1, "height": 1}]},
             ("missing", "image_height"),
