@@ -216,6 +216,7 @@ def snapshot(*folders: Path) -> dict[Path, str]:
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+@pytest.mark.usefixtures("drawn_plots")
 def test_the_same_commands_again_change_nothing(spine: Spine) -> None:
     (spine.home / "results" / "index.html").unlink()  # it tells the day
     made = (

@@ -155,11 +155,13 @@ def test_json_files_are_limited_and_regular(tmp_path: Path) -> None:
 ROOT = Path(__file__).parents[2] / "medvl"
 OWN_JSON = {
     *("benchmark/estimate", "benchmark/store"),
-    *("common/untrusted", "data/corpora/common/record_file", "data/loading/latents"),
+    *("common/untrusted", "data/convert/options", "data/corpora/common/record_file"),
+    "data/loading/latents",
     *("eval/core/full_pass", "eval/probing/features"),
     *("export/exporters/towers", "export/exporters/zero_shot"),
     "inference/folder",
-    *("models/checkpoint", "phantom/layouts/choices", "phantom/layouts/writer"),
+    *("models/checkpoint", "phantom/layouts/choices", "phantom/layouts/mimic_questions"),
+    "phantom/layouts/writer",
     *("train/loop/logger", "train/loop/state"),
     *("train/parallel/distributed", "train/recipe_files"),
 }

@@ -475,7 +475,7 @@ class Pixels(torch.nn.Module):
 
 
 def batch_of(x_ND: torch.Tensor) -> Any:
-    return SimpleNamespace(image_BCHW=x_ND[:, None, None])
+    return SimpleNamespace(pixels=x_ND[:, None, None])
 
 
 def test_fitted_probe_is_that_of_the_protocol(sets):

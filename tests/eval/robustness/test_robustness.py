@@ -401,7 +401,13 @@ def test_scores_are_those_of_each_pair_alone(name: str) -> None:
     )
     scorer = make_scorer(model.eval(), [load_prompts("chexpert_pairs")], NAMES, None)
     image_BCHW = torch.randint(0, 256, (2, 1, FUSION_SIDE, FUSION_SIDE), dtype=torch.uint8)
-    batch: Any = SimpleNamespace(image_BCHW=image_BCHW, has_image_B=None, to=lambda *_, **__: batch)
+    batch: Any = SimpleNamespace(
+        image_BCHW=image_BCHW,
+        image_BCDHW=None,
+        pixels=image_BCHW,
+        has_image_B=None,
+        to=lambda *_, **__: batch,
+    )
     images, texts = scorer.encode(batch), ["left effusion", "no effusion"]
 
     def alone(row: int, text: str) -> float:
