@@ -67,6 +67,7 @@ def infer(
     from medvl.eval.zero_shot_classification.calibration import calibration_for
     from medvl.eval.zero_shot_classification.prompts import load_prompts
     from medvl.inference.folder import (
+        VOLUME_SUFFIXES,
         ImageModel,
         can_draw,
         count_skipped,
@@ -117,6 +118,11 @@ def infer(
     skipped = count_skipped(results)
     if sum(skipped.values()) == len(results):
         advice = "expected DICOM, JPEG or PNG files, or folders with them; unpack archives first"
+        if any(str(path).endswith(VOLUME_SUFFIXES) for path in paths) and not of_volumes:
+            advice = (
+                f"{checkpoint} reads images and these are volumes: take a model of volumes, or "
+                "convert them with `medvl shards volumes` for `medvl eval`, which gives it slices"
+            )
         if of_volumes:
             advice = "expected NIfTI files or folders of DICOM series in Hounsfield units"
         raise ConfigError(

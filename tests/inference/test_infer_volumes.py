@@ -122,3 +122,12 @@ def test_impossible_options_of_shards_are_refused(home: Path, tmp_path: Path) ->
     save(model, tmp_path / "run", {"train_manifest": manifest})
     with raises(CheckpointError, "malformed"):
         load(tmp_path / "run")
+
+
+def test_models_of_images_say_what_reads_volumes(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scan = home / "scans" / "nifti" / "s00000_1.nii.gz"
+    with pytest.raises(SystemExit):
+        cli.main(["infer", str(scan), "--checkpoint", "demo"])
+    assert "demo reads images and these are volumes" in capsys.readouterr().err

@@ -460,7 +460,7 @@ def _controls_table(results: Results) -> Table:
     }
     rows = {(row.metric, row.target, row.subgroup): row for row in results.rows}
     return Table(
-        title="Accuracy, and what is left of it",
+        title="Accuracy with and without the image",
         columns=("", "Accuracy", "Questions"),
         rows=[
             (title, metric_cell(rows[name], bar=True), f"{rows[name].n:,}")
@@ -468,8 +468,8 @@ def _controls_table(results: Results) -> Table:
             if name in rows
         ],
         strong_rows=1,
-        caption="With 95% intervals. A model that does not look at the image is as good with the "
-        "mean image, or with that of another patient.",
+        caption="With 95% intervals. A model that ignores the image has the same accuracy with the "
+        "mean image and with that of another patient.",
     )
 
 
