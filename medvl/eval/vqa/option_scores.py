@@ -54,7 +54,7 @@ class OptionScores(NamedTuple):
     """Scores of the options of a question, in their order; NaN where the system has none."""
 
     scores: Sequence[float]
-    """Of "likelihood", sums over the words."""
+    """One for each option. For "likelihood", the sum of the log-probabilities of its tokens."""
     tokens: Sequence[int] = ()
     """Tokens of the scored texts, of "likelihood" only."""
     characters: Sequence[int] = ()

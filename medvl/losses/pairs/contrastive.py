@@ -247,7 +247,8 @@ def altered_texts(
 
     With d the scaled cosine of an image with the text minus that with the altered one, it is the
     mean of log(1 + exp(-d)) of the own image, and of the mean of log(1 + exp(d)) over the others.
-    Own images alone could be told by the texts: released ones affirm, altered ones deny.
+    Without the other images, a model could learn this from the texts alone, because released texts
+    affirm findings and altered ones deny them.
 
     Args:
         image_NE: all images.

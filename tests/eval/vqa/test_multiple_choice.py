@@ -192,7 +192,7 @@ def test_ties_share_the_credit_and_unanswered_is_wrong() -> None:
     assert share_of_right([0, float("nan"), 2], 2) == 0
 
 
-def line(scores: list[float], right: int, **fields: Any) -> dict[str, Any]:
+def line(scores: Sequence[float | None], right: int, **fields: Any) -> dict[str, Any]:
     entry = {"scores": scores, "tokens": [1, 4], "characters": [10, 2]}
     return {
         "kind": "a",
@@ -236,7 +236,7 @@ def test_metrics_of_lengths_less_text_only_and_orders() -> None:
     assert metrics([both], less=True)["accuracy/overall"] == 1
     assert metrics([both])["gain_over_text_only/overall"] == 0
     assert metrics([both], less=True)["accuracy/overall (control: text_only)"] == 0.5
-    lost = line([None, -4], 1)  # type: ignore[list-item]
+    lost = line([None, -4], 1)
     assert metrics([lost])["unanswered/overall"] == 1
 
 
