@@ -23,7 +23,8 @@ from torch.utils.data import Dataset
 
 from medvl.common.ranks import check_ranks
 from medvl.data.loading.collate import SkippedSample
-from medvl.data.loading.loader import Loader, batch_sampler, check_settings
+from medvl.data.loading.loader import Loader, check_settings
+from medvl.data.loading.sampler import batch_sampler
 from medvl.errors import ShardError
 from medvl.schema import Batch
 

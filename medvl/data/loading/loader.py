@@ -10,8 +10,9 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,9 +30,8 @@ from medvl.data.loading.collate import (
     Tokenize,
     Views,
 )
-from medvl.data.loading.sampler import BatchSampler, EvalSampler, MixedSampler, TrainSampler
+from medvl.data.loading.sampler import AllEpochs, BatchSampler, TrainSampler, batch_sampler
 from medvl.data.loading.sources import (
-    ConcatSource,
     Source,
     has_color,
     is_remote,
@@ -280,7 +280,8 @@ class SampleDataset(Dataset[Item | SkippedSample]):
 class Loader:
     """Batches of one epoch at a time; open one with `open_loader`.
 
-    Iterating yields the rest of the current epoch and then moves to the start of the next one.
+    Iterating yields the rest of the current epoch and then moves to the start of the next one. In
+    training, workers start the next epoch while the last batches of this one are in use.
     `state_dict()` counts the batches that were yielded, not those that the workers have prefetched.
     """
 
@@ -311,9 +312,9 @@ class Loader:
         """Number of the last batch in this iteration on this rank; batches without a readable
         sample count too.
         """
-        self._batches = DataLoader(
+        self._batches: DataLoader[Any] = DataLoader(
             samples,
-            batch_sampler=sampler,
+            batch_sampler=AllEpochs(sampler) if self._training else sampler,
             num_workers=workers,
             collate_fn=PassErrors(self.collate),
             worker_init_fn=functools.partial(init_worker, beside_gpu=torch.cuda.is_available()),
@@ -322,6 +323,8 @@ class Loader:
             timeout=timeout if workers else 0,
             pin_memory=torch.cuda.is_available(),
         )
+        self._ahead: Iterator[tuple[Batch | None, list[SkippedSample]]] | None = None
+        """Training batches from the current position on, over all epochs; None: not started."""
 
     @property
     def slices(self) -> int | None:
@@ -348,7 +351,23 @@ class Loader:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        for number, (batch, skipped) in enumerate(with_worker_errors(self._batches)):
+        if not self._training:
+            yield from self._read(with_worker_errors(self._batches))
+            return
+        if self._ahead is None:
+            self._ahead = with_worker_errors(self._batches)
+        left = self.steps_per_epoch - self._sampler.batch
+        try:
+            yield from self._read(itertools.islice(self._ahead, left))
+        except Exception:
+            self._ahead = None  # an iterator that raised has no further batches
+            raise
+        self._sampler.epoch += 1
+        self._sampler.batch = 0
+
+    def _read(self, batches: Iterable[tuple[Batch | None, list[SkippedSample]]]) -> Iterator[Batch]:
+        """Yield the batches that have a readable sample, and count the samples without."""
+        for number, (batch, skipped) in enumerate(batches):
             self.last_batch = number
             self._sampler.batch += (
                 self._training
@@ -359,9 +378,6 @@ class Loader:
                 self._skips.check_empty_batch(skipped)
                 continue
             yield batch
-        if self._training:
-            self._sampler.epoch += 1
-            self._sampler.batch = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the data and settings it belongs to; JSON values only."""
@@ -380,6 +396,7 @@ class Loader:
             raise ConfigError(message, "out_of_range", field="batch")
         self._sampler.epoch = int(state["epoch"])
         self._sampler.batch = int(state["batch"])
+        self._ahead = None
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -497,21 +514,6 @@ def open_loader(
         timeout=timeout,
         prefetch=prefetch,
     )
-
-
-def batch_sampler(
-    source: Source, batch: int, seed: int, rank: int, world: int, *, train: bool, together: int = 1
-) -> BatchSampler:
-    """Return the batches of this rank: in training shuffled, in stated shares where the source
-    has any.
-    """
-    if not train:
-        return EvalSampler(len(source), batch, seed, rank, world)
-    if isinstance(source, ConcatSource) and source.weights is not None:
-        return MixedSampler(source.counts, source.weights, batch, seed, rank, world)
-    image_keys: Sequence[str] | None = getattr(source, "image_keys", None)
-    images_N = np.unique(np.array(image_keys), return_inverse=True)[1] if together > 1 else None
-    return TrainSampler(len(source), batch, seed, rank, world, images_N=images_N, together=together)
 
 
 def _check_together(together: int, image_keys: Sequence[str] | None) -> None:

@@ -6,9 +6,12 @@ content of a global batch.
 """
 
 import abc
+import copy
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+
+from medvl.data.loading.sources import ConcatSource, Source
 
 
 class BatchSampler(abc.ABC):
@@ -155,6 +158,38 @@ class EvalSampler(BatchSampler):
                 (0, position)
                 for position in range(start, min(start + self.global_batch, self.count))
             ]
+
+
+def batch_sampler(
+    source: Source, batch: int, seed: int, rank: int, world: int, *, train: bool, together: int = 1
+) -> BatchSampler:
+    """Return the batches of this rank: in training shuffled, in stated shares where the source
+    has any.
+    """
+    if not train:
+        return EvalSampler(len(source), batch, seed, rank, world)
+    if isinstance(source, ConcatSource) and source.weights is not None:
+        return MixedSampler(source.counts, source.weights, batch, seed, rank, world)
+    image_keys: Sequence[str] | None = getattr(source, "image_keys", None)
+    images_N = np.unique(np.array(image_keys), return_inverse=True)[1] if together > 1 else None
+    return TrainSampler(len(source), batch, seed, rank, world, images_N=images_N, together=together)
+
+
+class AllEpochs:
+    """Batches of the current epoch of a sampler and of all later ones.
+
+    It moves a copy of the sampler, whose own position counts the batches that were yielded.
+    """
+
+    def __init__(self, sampler: BatchSampler) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        sampler = copy.copy(self._sampler)
+        while len(sampler):
+            yield from sampler
+            sampler.epoch += 1
+            sampler.batch = 0
 
 
 def _group_by_image(order_N: np.ndarray, images_N: np.ndarray, together: int) -> np.ndarray:

@@ -11,7 +11,8 @@ from torch.utils.data import Dataset
 
 from medvl.common.ranks import check_ranks
 from medvl.data.loading.collate import NO_TEXT, SkippedSample, sample_rng
-from medvl.data.loading.loader import Loader, batch_sampler, check_settings
+from medvl.data.loading.loader import Loader, check_settings
+from medvl.data.loading.sampler import batch_sampler
 from medvl.data.loading.sources import Source
 from medvl.data.loading.workers import TIMEOUT
 from medvl.data.reports.sentences import join_texts

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from medvl.data.convert.pipeline import write_shards
 from medvl.data.images.codecs import encode_png
 from medvl.data.loading.collate import sample_rng
 from medvl.data.loading.loader import Loader, open_loader
+from medvl.data.loading.sampler import TrainSampler
 from medvl.data.loading.sources import FileSource
 from medvl.data.privacy import Deidentifier
 from medvl.data.reports.cleaning import swap_laterality
@@ -235,6 +237,34 @@ def test_state_counts_yielded_batches_not_prefetched_ones(open_it: Callable[...,
     for count, _ in enumerate(loader, start=1):
         assert loader.state_dict()["batch"] == count
     assert (loader.state_dict()["epoch"], loader.state_dict()["batch"]) == (1, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_start_the_next_epoch_before_the_end_of_this_one(
+    open_it: Callable[..., Loader], workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shuffled: list[int] = []
+    passes = TrainSampler.passes
+    monkeypatch.setattr(
+        TrainSampler, "passes", lambda self, epoch: shuffled.append(epoch) or passes(self, epoch)
+    )
+    loader = open_it(workers=workers)
+    for _ in loader:
+        assert loader.epoch == 0
+    assert loader.epoch == 1
+    assert (1 in shuffled) == (workers > 0), "without workers nothing is read ahead"
+    assert len(list(loader)) == loader.steps_per_epoch
+    assert loader.state_dict()["epoch"] == 2
+
+
+def test_loader_starts_again_where_an_error_ended_it(open_it: Callable[..., Loader]) -> None:
+    loader, other = open_it(), open_it()
+    first = next(iter(loader))
+    broken = mock.patch.object(loader.samples.maker, "row", side_effect=ValueError("once"))
+    with broken, pytest.raises(ValueError, match="once"):
+        next(iter(loader))
+    for mine, theirs in zip([first, *loader], other, strict=True):
+        assert same(mine, theirs)
 
 
 @pytest.mark.parametrize(
