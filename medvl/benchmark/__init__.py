@@ -34,13 +34,13 @@ if TYPE_CHECKING:
         read_benchmark as read_benchmark,
     )
     from medvl.benchmark.execute import execute_run as execute_run
-    from medvl.benchmark.plan import Plan as Plan, plan_runs as plan_runs
+    from medvl.benchmark.plan import plan_runs as plan_runs
     from medvl.benchmark.queue import (
         execute_locally as execute_locally,
         execute_with_ray as execute_with_ray,
         write_slurm as write_slurm,
     )
-    from medvl.benchmark.settings import Run as Run
+    from medvl.benchmark.settings import Plan as Plan, Run as Run
     from medvl.benchmark.store import Store as Store
     from medvl.eval.trial import Column as Column, EvaluationConfig as EvaluationConfig
 

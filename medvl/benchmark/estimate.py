@@ -24,8 +24,7 @@ import torch
 
 from medvl.benchmark.corpora import missing_steps
 from medvl.benchmark.execute import checkpoint_of, located, prepare_run
-from medvl.benchmark.plan import Plan
-from medvl.benchmark.settings import Run, find_references
+from medvl.benchmark.settings import Plan, Run, find_references
 from medvl.benchmark.store import COST, Cost, Store, is_evaluated, read_evaluation, read_seconds
 from medvl.benchmark.tasks import tested_folder
 from medvl.common.config_io import from_dict, nearest

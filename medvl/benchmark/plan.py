@@ -4,29 +4,31 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from medvl.benchmark.config import BenchmarkConfig, CorpusConfig, StartConfig, expanded
-from medvl.benchmark.settings import Entry, Run, find_references, find_systems, resolved_settings
+from medvl.benchmark.settings import (
+    Entry,
+    Plan,
+    Run,
+    find_references,
+    find_systems,
+    resolved_settings,
+    written_settings,
+)
+from medvl.benchmark.store import stored_runs
 from medvl.benchmark.tasks import columns_of, evaluation_tasks, fitting_tasks
-from medvl.common.config_io import nearest, to_dict
+from medvl.common.config_io import differences, nearest, to_dict, upgrade_settings
 from medvl.errors import ConfigError
 from medvl.eval import list_prompts
 
+_log = logging.getLogger(__name__)
+
 _NEEDS = {"report": ("reports", "words")}
 """Family -> folders of a corpus that its systems train on."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Runs of a benchmark in an order in which those that others need come first."""
-
-    config: BenchmarkConfig
-    runs: tuple[Run, ...]
-    left_out: Mapping[str, str]
-    """Systems that cannot take part -> reason."""
 
 
 def plan_runs(config: BenchmarkConfig, out: Path) -> Plan:
@@ -103,6 +105,7 @@ class _Planner:
         self._config = config
         self._entries = entries
         self._out = out
+        self._stored = list(stored_runs(out))
         self.runs: dict[str, Run] = {}
         self._titles: dict[str, str] = {}
         self._open: list[str] = []
@@ -119,7 +122,8 @@ class _Planner:
     ) -> Run:
         """Add a run and those that it needs, and return it."""
         config = self._config
-        settings = resolved_settings(entry, config, start, seed, share)
+        recipe = resolved_settings(entry, config, start, seed, share)
+        settings = written_settings(recipe)
         tasks = fitting_tasks(config, entry.system, entry.family, corpus) if evaluated else ()
         others = {*find_references(settings)}
         if "reranking" in tasks:
@@ -137,9 +141,8 @@ class _Planner:
             needs[name] = self.add(other, corpus, plain, share, seed, evaluated=False).key
         self._open.pop()
         located = located_corpus(corpus, self._out)
-        key = _key(entry, settings, corpus, start, needs)
         run = Run(
-            key=key,
+            key=_key(entry, settings, corpus, start, needs),
             name=entry.name,
             system=entry.system,
             family=entry.family,
@@ -157,6 +160,8 @@ class _Planner:
             budget=config.budget,
             evaluation=config.evaluation,
         )
+        key = self._stored_key(run, recipe)
+        run = dataclasses.replace(run, key=key)
         if evaluated and self._titles.setdefault(key, run.title) != run.title:
             message = (
                 f"{run.title} and {self._titles[key]} have the same settings; change one "
@@ -166,6 +171,23 @@ class _Planner:
         if key not in self.runs or evaluated:
             self.runs[key] = run
         return self.runs[key]
+
+    def _stored_key(self, run: Run, recipe: Any) -> str:
+        """Return the key of the stored run that equals this one but for settings that were added
+        to `recipe` since, which have their defaults; the run's own key where there is none.
+        """
+        if any(stored.key == run.key for stored in self._stored):
+            return run.key
+        for stored in self._stored:
+            settings = upgrade_settings(stored.settings, recipe, run.settings)
+            if _trained_with(dataclasses.replace(stored, settings=settings)) == _trained_with(run):
+                added = differences(stored.settings, settings)
+                _log.info(
+                    "%s was stored before the settings %s existed: their defaults apply",
+                    *(stored.title, ", ".join(path for path, *_ in added)),
+                )
+                return stored.key
+        return run.key
 
     def _place(self, entry: Entry, start: StartConfig, name: str) -> str:
         """Return the field of the file by which a run needs that of another system."""
@@ -233,6 +255,22 @@ def _key(
     elif start.published_tokenizer:
         data["tokenizer"] = None
     made = [to_dict(step) for step in corpus.make]
-    used = {name: key for name, key in needs.items() if name in find_references(settings)}
+    used = _used(needs, settings)
     content = [entry.system, entry.recipe.stem, settings, data, made, used]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _used(needs: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the runs whose weights a run starts from."""
+    return {name: key for name, key in needs.items() if name in find_references(settings)}
+
+
+def _trained_with(run: Run) -> list[Any]:
+    """Return what the weights of a run depend on, as `_key`, with absolute folders."""
+    corpus = run.corpus
+    folders = [corpus.name, corpus.root, corpus.pairs, run.tokenizer, list(corpus.extra_train)]
+    if run.family == "report":
+        folders.append(corpus.reports)
+    made = [to_dict(step) for step in corpus.make]
+    used = _used(run.needs, run.settings)
+    return [run.system, Path(run.recipe).stem, run.settings, folders, made, used]

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.benchmark.execute import THREADS, execute_run
-from medvl.benchmark.plan import Plan
-from medvl.benchmark.settings import Run, find_references
+from medvl.benchmark.settings import Plan, Run, find_references
 from medvl.benchmark.store import COST, FAILURE, Store
 from medvl.common.files import open_own, subfolder, write_atomic
 from medvl.common.process import interrupts_blocked, sigterm_deferred, sigterm_interrupts

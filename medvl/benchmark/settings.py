@@ -238,8 +238,8 @@ _WEIGHTS = ("image_weights", "text_weights")
 
 def resolved_settings(
     entry: Entry, config: BenchmarkConfig, start: StartConfig, seed: int, share: float
-) -> dict[str, Any]:
-    """Return the recipe's settings with those of the benchmark, as JSON values without folders.
+) -> Any:
+    """Return the recipe's settings with those of the benchmark.
 
     The budget replaces the settings of recipes and starts; the settings of a variant replace the
     budget's. Raises ConfigError where a setting does not exist, with the nearest name.
@@ -283,7 +283,12 @@ def resolved_settings(
             "validate_every": "epoch",
         }
     settings = with_settings(settings, {"data": data, "train": train, "optim": optim}, "budget")
-    written = to_dict(with_settings(settings, entry.settings, f"variants.{entry.name}"))
+    return with_settings(settings, entry.settings, f"variants.{entry.name}")
+
+
+def written_settings(settings: Any) -> dict[str, Any]:
+    """Return the settings of a run as JSON values, without those of the machine."""
+    written = to_dict(settings)
     for part, names in (
         ("data", ("train", "extra_train", "tokenizer", "workers")),
         ("train", ("run_dir", "num_threads", "checkpoint_every")),
@@ -423,3 +428,13 @@ class Run:
         """Folder of the training shards."""
         home = self.corpus.reports if self.family == "report" else self.corpus.pairs
         return f"{home}/train"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Runs of a benchmark in an order in which those that others need come first."""
+
+    config: BenchmarkConfig
+    runs: tuple[Run, ...]
+    left_out: Mapping[str, str]
+    """Systems that cannot take part -> reason."""

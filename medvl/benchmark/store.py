@@ -13,6 +13,7 @@ An evaluation's hash is that of its settings, so that other settings repeat the 
 the training.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -20,8 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from medvl.benchmark.plan import Plan
-from medvl.benchmark.settings import Run
+from medvl.benchmark.settings import Plan, Run
 from medvl.common.config_io import from_dict, to_dict
 from medvl.common.files import subfolder, write_atomic
 from medvl.common.untrusted import parse_json
@@ -165,6 +165,13 @@ def read_run(folder: Path) -> Run:
             f"{folder} has no {RUN}; it is not a run of a benchmark", "not_found", field="run"
         )
     return read_stored(Run, path)
+
+
+def stored_runs(out: Path) -> Iterator[Run]:
+    """Yield the runs of a folder of results, without those that cannot be read."""
+    for path in sorted(out.glob(f"runs/*/{RUN}")):
+        with contextlib.suppress(ConfigError):
+            yield read_run(path.parent)
 
 
 def read_stored(cls: type[_T], path: Path) -> _T:

@@ -120,6 +120,43 @@ def former_fields(cls: type) -> dict[str, Any]:
     }
 
 
+def upgrade_settings(
+    stored: Mapping[str, Any], config: Any, today: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return stored settings as the present version of `config`'s class would have stored them:
+    with the defaults of fields that were added since, and without former fields that hold the
+    constant that replaced them.
+
+    Compare the result with `today`: a run that was stored before a field existed equals one that
+    leaves the field at its default. Settings of another class are returned unchanged.
+
+    Args:
+        stored: all or some of the values that `to_dict` returned for a config of this class.
+        config: config dataclass; nested ones are upgraded by the classes of its values.
+        today: what is stored of `config` today, default `to_dict(config)`; a field that it leaves
+            out is not added.
+    """
+    if stored.get(_KIND, type(config).__name__) != type(config).__name__:
+        return dict(stored)
+    today = to_dict(config) if today is None else today
+    former = former_fields(type(config))
+    hints = typing.get_type_hints(type(config))
+    upgraded = {
+        name: value for name, value in stored.items() if name not in former or value != former[name]
+    }
+    for field in dataclasses.fields(config):
+        name = field.name
+        if name in stored:
+            upgraded[name] = _upgrade(stored[name], getattr(config, name), today.get(name))
+        elif name not in today:
+            continue
+        elif field.default_factory is not dataclasses.MISSING:
+            upgraded[name] = _encode(field.default_factory(), hints[name])
+        elif field.default is not dataclasses.MISSING:
+            upgraded[name] = _encode(field.default, hints[name])
+    return upgraded
+
+
 def differences(old: Any, new: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     """Return (dotted path, old value, new value) of every leaf in which two trees of JSON values
     differ.
@@ -141,6 +178,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names) or 'none'}"
+
+
+def _upgrade(stored: Any, value: Any, today: Any) -> Any:
+    if isinstance(value, (list, tuple)) and isinstance(stored, list) and isinstance(today, list):
+        if len(value) == len(stored) == len(today):
+            return [_upgrade(*items) for items in zip(stored, value, today, strict=True)]
+    elif dataclasses.is_dataclass(value) and isinstance(stored, Mapping):
+        return upgrade_settings(stored, value, today if isinstance(today, Mapping) else None)
+    return stored
 
 
 def _encode(value: Any, hint: Any = Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from medvl.common.config_io import check_choice, check_within, to_dict
+from medvl.common.config_io import check_choice, check_within
 from medvl.common.files import sha256, write_atomic
 from medvl.common.seeding import derive
 from medvl.common.text_files import read_text
@@ -28,7 +28,12 @@ from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
 from medvl.inference.models import refuse
 from medvl.models.checkpoint import load
-from medvl.models.checkpoint_folder import WEIGHTS, find_checkpoint, train_manifests
+from medvl.models.checkpoint_folder import (
+    WEIGHTS,
+    described_model,
+    find_checkpoint,
+    train_manifests,
+)
 from medvl.models.image_generation.latent_diffusion import LatentDiffusion
 from medvl.models.image_generation.sampling import Sampling, sample_images
 
@@ -270,10 +275,12 @@ def _generation(
     options: GenerateOptions,
     **settings: Any,
 ) -> Generation:
+    folder = find_checkpoint(checkpoint)
     return Generation(
-        generator=sha256(find_checkpoint(checkpoint) / WEIGHTS),
+        generator=sha256(folder / WEIGHTS),
         system=model.name,
-        config=to_dict(model.config),
+        # as stored, so that a folder continues after a setting was added to the system
+        config=described_model(folder)["settings"],
         train_fingerprints=tuple(manifest.fingerprint for manifest in train_manifests(checkpoint)),
         seed=options.seed,
         prompt_source=dict(source or {"kind": "command"}),

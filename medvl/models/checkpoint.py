@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 import medvl
-from medvl.common.config_io import differences, former_fields, from_dict, to_dict
+from medvl.common.config_io import differences, from_dict, to_dict, upgrade_settings
 from medvl.common.files import new_folder, new_path, write_atomic
 from medvl.data.tokenizer.tokenizer import load_tokenizer
 from medvl.data.transforms.image import EvalTransform, OriginalTransform
@@ -248,10 +248,9 @@ def warm_start(model: System, folder: Path | str) -> None:
     if new_words:
         _load_but_words(model, folder)
     elif description["name"] == model.name:
-        former = former_fields(type(model.config))
-        settings = {**former, **description["settings"]}
+        settings = upgrade_settings(description["settings"], model.config)
         updates = LORA_FIELDS.values()  # of a training, which the weights of a checkpoint contain
-        for field, old, new in differences(settings, {**former, **to_dict(model.config)}):
+        for field, old, new in differences(settings, to_dict(model.config)):
             if field in updates:
                 continue
             _log.warning("%s was trained with %s %r, this model has %r", folder, field, old, new)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from medvl.common.config_io import to_dict
 from medvl.common.files import sha256
 from medvl.common.seeding import seeded
 from medvl.encoders.pretrained import split_set
@@ -109,9 +108,6 @@ class Run:
 
     def train(self) -> TrainResult:
         """Train, or resume an interrupted run; raises as `medvl.train.train` does."""
-        settings = to_dict(
-            self.settings, leave_out=("model", "optim", "train")
-        )  # checkpoints hold these elsewhere
         start = describe_start(self.settings, self.model)
         return train(
             self.model,
@@ -122,7 +118,7 @@ class Run:
             config=self.settings.train,
             run={
                 "recipe": self.recipe,
-                "settings": settings,
+                "settings": self.settings,
                 "start": start,
                 **self.data.described,
             },

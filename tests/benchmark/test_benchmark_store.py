@@ -4,6 +4,7 @@ records is left out.
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,23 @@ def test_results_of_two_versions_of_a_protocol_are_not_ranked(tmp_path: Path) ->
     )
     assert comparable([old, old])
     assert not comparable([old, new])
+
+
+def test_a_stored_run_is_found_again_after_its_system_got_a_setting(
+    planned: tuple[Plan, Store], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As from a version without the setting, whose hash of them was another one."""
+    plan, store = planned
+    [run] = plan.runs
+    stored = json.loads((store.folder(run) / RUN).read_text())
+    settings = stored["settings"]
+    assert settings["model"].pop("mirror_weight") == 0
+    folder = store.folder(run).rename(store.out / "runs/earlier")
+    (folder / RUN).write_text(json.dumps({**stored, "key": "earlier"}))
+    source = store.out / "one.toml"
+    with caplog.at_level(logging.INFO):
+        assert [one.key for one in plan_runs(read_benchmark(source), store.out).runs] == ["earlier"]
+    assert "model.mirror_weight" in caplog.text
+    changes = {"settings": {"convirt": {"model": {"mirror_weight": 0.5}}}}
+    [other] = plan_runs(read_benchmark(source, changes), store.out).runs
+    assert other.key != "earlier"

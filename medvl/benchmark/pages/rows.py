@@ -7,9 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from medvl.benchmark.plan import Plan
 from medvl.benchmark.ranks import Measured, read_resamples
-from medvl.benchmark.settings import Run
+from medvl.benchmark.settings import Plan, Run
 from medvl.benchmark.store import COST, Cost, Refusal, Store, Weights, read_evaluation, read_seconds
 from medvl.benchmark.tasks import columns_of
 from medvl.common.config_io import nearest

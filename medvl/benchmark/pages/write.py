@@ -13,8 +13,7 @@ from medvl.benchmark.config import BenchmarkConfig
 from medvl.benchmark.pages import tables, tables as gains
 from medvl.benchmark.pages.rows import Failure, Measurements, SystemRow, measure_systems
 from medvl.benchmark.pages.tables import FAILED, FAMILIES, group_name, measured_cell, titled
-from medvl.benchmark.plan import Plan
-from medvl.benchmark.settings import Run, find_references
+from medvl.benchmark.settings import Plan, Run, find_references
 from medvl.benchmark.store import Store, read_records
 from medvl.eval.html.page import (
     Page,

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import medvl
+from medvl.common.config_io import upgrade_settings
 from medvl.common.files import RunLock, new_file, private_folder, subfolder, sweep, write_atomic
 from medvl.common.untrusted import parse_json
-from medvl.data.convert.options import ShardOptions, select_part
+from medvl.data.convert.options import ShardOptions, VolumeShardOptions, select_part
 from medvl.data.convert.plan import ShardPlan, count_by_split, shard_name
 from medvl.data.convert.record import ShardNote, SkippedImage
 from medvl.data.corpora.common.tables import Record
@@ -199,7 +200,10 @@ class Conversion:
     def _check_folders(self, out: Path, private: PrivateFolder) -> None:
         if private.plan.is_file():
             stored = _load(private.plan)
-            differing = [name for name in _IDENTITY if stored.get(name) != getattr(self, name)]
+            today = dataclasses.asdict(self)
+            for content in (stored, today):
+                content["options"] = _all_options(content.get("options", {}))
+            differing = [name for name in _IDENTITY if stored.get(name) != today[name]]
             if differing:
                 advice = f"give another --out, or remove {out} and {private.path} to start again"
                 message = (
@@ -228,6 +232,12 @@ def package_versions() -> dict[str, str]:
         "medvl": medvl.__version__,
         **{name: importlib.metadata.version(name) for name in _PACKAGES},
     }
+
+
+def _all_options(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return stored options with the defaults of those that are left out, or were added since."""
+    config = VolumeShardOptions() if "volume" in stored else ShardOptions()
+    return upgrade_settings(stored, config)
 
 
 def _load(path: Path) -> dict[str, Any]:

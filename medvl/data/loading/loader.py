@@ -387,7 +387,8 @@ class Loader:
         """Move to a saved position. Raises ConfigError when it belongs to other data, another
         seed or batch size.
         """
-        check_identity(state, self._identity())
+        # positions that were saved before `together` existed
+        check_identity({"together": 1, **state}, self._identity())
         if not 0 <= state["batch"] <= self.steps_per_epoch or state["epoch"] < 0:
             got = f"batch {state['batch']} of epoch {state['epoch']}"
             message = (

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from medvl.common.config_io import differences, to_dict
+from medvl.common.config_io import differences, to_dict, upgrade_settings
 from medvl.common.seeding import RULE, derive, reseed
 from medvl.errors import CheckpointError, ConfigError, TrainingError
 from medvl.models.checkpoint_folder import WEIGHT_PARTS
@@ -82,6 +82,8 @@ class TrainState:
     meter: LossMeter
     identity: Mapping[str, Any]
     """Settings that determine the weights, see `identity`."""
+    configs: Mapping[str, Any]
+    """Part of `identity` -> the config that it was written from."""
     spikes: LossSpikeDetector | None
     step: int = 0
     """Updates made or skipped."""
@@ -106,8 +108,11 @@ class TrainState:
         precision: Precision,
         config: TrainConfig,
         run: Mapping[str, Any],
+        configs: Mapping[str, Any],
     ) -> Self:
-        """Create the state of a run before its first step; `run` as in `identity`."""
+        """Create the state of a run before its first step; `run` as in `identity`, `configs` as
+        in `check_identity`.
+        """
         return cls(
             model=model,
             stream=stream,
@@ -117,6 +122,7 @@ class TrainState:
             tracker=BestTracker(mode=config.best_mode, patience=config.early_stop_patience),
             meter=LossMeter(model.ranks),
             identity=identity(model.whole, run, rate),
+            configs={"model.settings": getattr(model.whole, "config", None), **configs},
             spikes=None if config.spike_factor is None else LossSpikeDetector(config.spike_factor),
         )
 
@@ -174,7 +180,7 @@ class TrainState:
         Raises CheckpointError where it belongs to another run (naming the differences) or to other
         data.
         """
-        check_identity(saved, self.identity)
+        check_identity(saved, self.identity, self.configs)
         state = saved.state
         if state["world_size"] != self.ranks.size:
             _log.warning(
@@ -277,11 +283,33 @@ def _without(tree: Mapping[str, Any], names: Collection[str], prefix: str = "") 
     }
 
 
-def check_identity(saved: Saved, expected: Mapping[str, Any]) -> None:
+def check_identity(
+    saved: Saved, expected: Mapping[str, Any], configs: Mapping[str, Any] | None = None
+) -> None:
     """Raise CheckpointError naming every setting that differs between a checkpoint's run and
     this one.
+
+    Settings that did not exist when the checkpoint was written count as their defaults.
+
+    Args:
+        saved: the checkpoint.
+        expected: `identity` of this run.
+        configs: dotted name of a part of `identity` -> the config dataclass of this run that it was
+            written from; other parts must hold the same settings.
     """
-    rows = differences(saved.state.get("identity", {}), expected)
+    stored = saved.state.get("identity", {})
+    for path, config in (configs or {}).items():
+        if dataclasses.is_dataclass(config):
+            stored = _upgraded(stored, path.split("."), config, expected)
+    added = [
+        path for path, old, _ in differences(saved.state.get("identity", {}), stored) if old is None
+    ]
+    if added:
+        _log.info(
+            "%s was written before the settings %s existed: their defaults apply",
+            *(saved.folder, ", ".join(added)),
+        )
+    rows = differences(stored, expected)
     if len(rows) > 1:  # the number of steps follows from the others
         rows = [row for row in rows if row[0] != _STEPS]
     if rows:
@@ -294,6 +322,20 @@ def check_identity(saved: Saved, expected: Mapping[str, Any]) -> None:
         )
         message = f"{saved.folder} belongs to another run: {changes}; {advice}"
         raise CheckpointError(message, "mismatch", field=rows[0][0])
+
+
+def _upgraded(
+    stored: Mapping[str, Any], path: Sequence[str], config: Any, expected: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return a stored identity with upgraded settings in its part at `path`."""
+    name, *rest = path
+    if not isinstance(stored.get(name), Mapping) or not isinstance(expected.get(name), Mapping):
+        return stored
+    if rest:
+        part = _upgraded(stored[name], rest, config, expected[name])
+    else:
+        part = upgrade_settings(stored[name], config, expected[name])
+    return {**stored, name: part}
 
 
 def _option(path: str, value: Any) -> str:

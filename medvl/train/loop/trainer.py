@@ -122,7 +122,7 @@ def train(
         evals: functions of the model in eval mode; called on rank 0 only, while the other ranks
             wait.
         run: JSON values for `config.json` of each checkpoint, besides the settings given here:
-            recipe, data.
+            recipe, data. `settings` may be the recipe's config dataclass.
 
     Raises:
         ConfigError: settings that exclude each other or do not apply to the model.
@@ -191,8 +191,19 @@ class Training:
         self._valid_loader = valid_loader
         self._evals = evals
         versions = {"torch": str(torch.__version__), "python": platform.python_version()}
+        described = dict(run or {})
+        settings = described.get("settings")
+        if dataclasses.is_dataclass(settings):
+            # checkpoints hold these parts elsewhere
+            described["settings"] = to_dict(settings, leave_out=("model", "optim", "train"))
+        configs = {
+            "optim": optim,
+            "train": config,
+            "recipe": settings,
+            "data": getattr(settings, "data", None),
+        }
         entries = {
-            **(run or {}),
+            **described,
             "train": to_dict(config),
             "optim": to_dict(optim),
             "versions": versions,
@@ -211,7 +222,7 @@ class Training:
         optimizer = build_optimizer(parallel.trained, optim)
         precision = Precision(config.precision, ranks.device)
         self.state = TrainState.create(
-            parallel, stream, optimizer, rate, precision, config, entries
+            parallel, stream, optimizer, rate, precision, config, entries, configs
         )
         self._checkpoints = Checkpoints(config.run_dir, config.keep_last, entries)
         self._last_saved: int | None = None

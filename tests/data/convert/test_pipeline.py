@@ -212,6 +212,9 @@ def test_interrupted_run_resumes_to_the_same_bytes(
         patch.setattr(record, "encode_stored", stop)
         with pytest.raises(KeyboardInterrupt):
             write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    stored = json.loads((tmp_path / "out-private/plan.json").read_text())
+    del stored["options"]["color"]  # as from a version without this option
+    (tmp_path / "out-private/plan.json").write_text(json.dumps(stored))
     seen[0] = -100
     with monkeypatch.context() as patch:
         patch.setattr(record, "encode_stored", stop)
