@@ -31,13 +31,13 @@ from medvl.eval.grounding.generalized import (
     generalized_grounding,
     groups_of_lines,
 )
-from medvl.eval.grounding.heatmaps import MapRules
+from medvl.eval.grounding.heatmaps import MapRules, stored_boxes
 from medvl.eval.grounding.protocol import (
+    MEAN_PLACE,
     PROTOCOL,
     GroundedPhrase,
     GroundingResult,
     phrase_grounding,
-    stored_boxes,
 )
 from medvl.eval.html import page as html, tables
 from medvl.eval.html.page import header_facts, headline
@@ -144,9 +144,11 @@ def _table(result: GroundingResult) -> tables.Table:
         **chance,
         "macro": float(np.mean([value for name, value in chance.items() if name != "overall"])),
     }
+    has_place = any(row.metric == MEAN_PLACE for row in result.results.rows)
+    place = {MEAN_PLACE: "Mean place"} if has_place else {}
     lines: list[Sequence[tables.Cell | str]] = []
     for target in _targets(result):
-        rows = {metric: result.results.row(metric, target) for metric in _NAMES}
+        rows = {metric: result.results.row(metric, target) for metric in (*_NAMES, *place)}
         lines.append(
             [
                 _TARGETS.get(target, target),
@@ -154,13 +156,14 @@ def _table(result: GroundingResult) -> tables.Table:
                 tables.metric_cell(rows["miou"], bar=True),
                 tables.metric_cell(rows["cnr"]),
                 tables.metric_cell(rows["signed_cnr"]),
+                *(tables.metric_cell(rows[metric]) for metric in place),
                 f"{chance[target]:.3f}",
                 f"{rows['cnr'].n:,}",
             ]
         )
     return tables.Table(
         title="Summary by finding",
-        columns=["", *_NAMES.values(), "Box share", "Phrases"],
+        columns=["", *_NAMES.values(), *place.values(), "Box share", "Phrases"],
         rows=lines,
         strong_rows=2,
         caption="With 95% intervals. The pointing game is the share of phrases whose map has "
@@ -169,7 +172,9 @@ def _table(result: GroundingResult) -> tables.Table:
         "guess. CNR is the "
         "contrast of the map inside and outside of the boxes over its noise; the signed CNR is "
         "negative if the map is "
-        "lower inside.",
+        "lower inside."
+        + " Mean place: the pointing game of the place that most boxes of the finding cover in "
+        "images of other patients." * has_place,
     )
 
 
@@ -327,7 +332,8 @@ class Grounding(ModelEvaluation):
     scores
     """
     valid: Path | None = None
-    """shards of other patients with phrases, on which generalized grounding chooses its thresholds
+    """shards of other patients with phrases: generalized grounding chooses its thresholds on them,
+    other protocols point at the mean place of their boxes as a baseline
     """
     scores: Literal["pair", "peak"] = "pair"
     """score of a box in generalized grounding: similarity of image and phrase, or highest value of
@@ -357,14 +363,10 @@ class Grounding(ModelEvaluation):
     ) -> GroundingResult | GeneralizedResult:
         """Return the metrics of the phrases.
 
-        Raises ConfigError for generalized grounding without validation shards, and for another
-        protocol with them.
+        Raises ConfigError for generalized grounding without validation shards.
         """
         if self.protocol == "generalized":
             return self._evaluate_boxes(model, source, setup)
-        if self.valid is not None:
-            message = f"protocol {self.protocol!r} has no thresholds to choose: leave valid out"
-            raise ConfigError(message, "conflict", field="valid")
         rules = None
         if self.unseen or self.scale:
             rules = MapRules(unseen=self.unseen or "background", scale=self.scale or "unit")
@@ -377,6 +379,7 @@ class Grounding(ModelEvaluation):
             smoothing=self.smoothing,
             resamples=setup.resamples,
             keep_maps=self.examples,
+            valid=None if self.valid is None else setup.source(self.valid, self.checkpoint),
             checkpoint=self.checkpoint,
         )
 

@@ -56,8 +56,14 @@ from medvl.eval.core.metric_rows import (
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Lines, Results
 from medvl.eval.dense.metrics import AveragePrecision, ImageDetections, match_boxes
-from medvl.eval.grounding.heatmaps import Maps, choose_maps, is_constant, phrase_maps
-from medvl.eval.grounding.protocol import Query, find_queries, stored_boxes, stored_size
+from medvl.eval.grounding.heatmaps import (
+    Maps,
+    choose_maps,
+    is_constant,
+    phrase_maps,
+    stored_boxes,
+)
+from medvl.eval.grounding.protocol import Query, find_queries, stored_size
 from medvl.models import DualEncoder
 from medvl.models.base import evaluating
 from medvl.schema import Batch

@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medvl.common.config_io import check_choice
+from medvl.data.annotations import Phrase, published_size
 from medvl.data.transforms.image import Box
 from medvl.errors import EvaluationError
 from medvl.models import DualEncoder
 from medvl.models.heatmaps import on_image
-from medvl.schema import Embeddings
+from medvl.schema import Embeddings, Sample
 
 Maps = Literal["attention", "similarity"]
 Size = tuple[int, int]
@@ -327,6 +328,18 @@ def region_mask(boxes: Sequence[Box], height: int, width: int) -> NDArray[np.boo
         columns = _span(box.left, box.width, width)
         inside_HW[rows, columns] = True
     return inside_HW
+
+
+def stored_boxes(phrase: Phrase, sample: Sample, size: tuple[int, int]) -> list[Box]:
+    """Return the boxes of a phrase in pixels of the stored image of `size` (height, width)."""
+    published = published_size(sample)
+    down = size[0] / published[0]
+    across = size[1] / published[1]
+    scales = {"y": down, "x": across, "height": down, "width": across}
+    return [
+        Box(*(float(str(box[name])) * scale for name, scale in scales.items()))
+        for box in phrase.boxes
+    ]
 
 
 def _span(start: float, length: float, pixels: int) -> slice:

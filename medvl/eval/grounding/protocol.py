@@ -16,6 +16,9 @@ Protocol "grounding", version 1:
   resamples.
 
 `details["chance"]` is the share of the image inside the boxes: the pointing game of a random guess.
+With boxes of other patients, "mean_place" is the pointing game of one place for all images: the one
+that most of these boxes of the same finding cover, of all findings where it has none among them.
+"gain_over_mean_place" is the paired difference of the model's.
 
 Shape letters: N items, L findings, R resamples.
 """
@@ -32,9 +35,15 @@ from numpy.typing import NDArray
 
 from medvl.common.config_io import check_choice
 from medvl.data.annotations import Phrase, phrases_of, published_size
-from medvl.data.transforms.image import Box
+from medvl.data.loading.sources import Source
 from medvl.errors import EvaluationError
-from medvl.eval.core.full_pass import FullPass, Loader, input_hashes, samples_by_key
+from medvl.eval.core.full_pass import (
+    FullPass,
+    Loader,
+    check_disjoint_patients,
+    input_hashes,
+    samples_by_key,
+)
 from medvl.eval.core.metric_rows import MetricRow, label_mean_metrics, measure, subgroups_of
 from medvl.eval.core.results import Results
 from medvl.eval.grounding.heatmaps import (
@@ -44,7 +53,9 @@ from medvl.eval.grounding.heatmaps import (
     map_metrics,
     phrase_maps,
     region_mask,
+    stored_boxes,
 )
+from medvl.eval.grounding.places import MeanPlaces
 from medvl.models import DualEncoder
 from medvl.models.base import evaluating
 from medvl.schema import Batch, Sample
@@ -123,6 +134,8 @@ def grounding_protocol(
 
 PROTOCOL = "grounding"
 PROTOCOL_VERSION = 1
+MEAN_PLACE = "mean_place"
+GAIN = "gain_over_mean_place"
 
 _ASPECT = 0.02
 """Accepted relative difference between the aspect ratios of the stored and the published image
@@ -141,7 +154,9 @@ class GroundedPhrase:
     """Index of the phrase among those of its image."""
     phrase: Phrase
     metrics: dict[str, float]
-    """Values of `MapRules.metrics` by name; NaN where one is not defined."""
+    """Values of `MapRules.metrics` by name, and those of the mean place; NaN where one is not
+    defined.
+    """
     box_share: float
     """Share of the image's pixels inside the boxes."""
     unseen_share: float
@@ -190,6 +205,7 @@ def phrase_grounding(
     resamples: int = 1000,
     seed: int = 0,
     keep_maps: int = 0,
+    valid: Source | None = None,
     checkpoint: str | Path | None = None,
 ) -> GroundingResult:
     """Evaluate phrase grounding of a dual-encoder; the module docstring describes the protocol.
@@ -205,12 +221,14 @@ def phrase_grounding(
         smoothing: standard deviation of a Gaussian over similarity maps, in cells of the grid.
         resamples, seed: number and seed of the bootstrap resamples.
         keep_maps: number of items per finding whose maps are kept for the page (random).
+        valid: samples of other patients with boxes, for the baseline of their mean place.
         checkpoint: its hash goes into the results.
 
     Raises:
         EvaluationError: there is no phrase, the model's patches cannot be compared with phrases,
             the aspect ratio of a stored image differs from that of its boxes, the loader does not
-            give every sample once, or settings and protocol conflict.
+            give every sample once, settings and protocol conflict, or `valid` has no box.
+        SplitError: a patient of `valid` is tested.
     """
     settings = grounding_protocol(protocol, maps=maps, rules=rules, smoothing=smoothing)
     rules = settings.rules
@@ -219,14 +237,20 @@ def phrase_grounding(
         message = "smoothing applies to similarity maps: use maps='similarity' or smoothing=0"
         raise EvaluationError(message, "conflict", field="smoothing")
     inputs = input_hashes(checkpoint, manifest=loader)
-    grounding = _Grounding(
-        model, loader, find_queries(loader, phrases_of), kind, settings.smoothing, rules
-    )
+    queries = find_queries(loader, phrases_of)
+    places = None
+    if valid is not None:
+        others = [sample for _, sample in samples_by_key(valid).values()]
+        tested = [query.sample.patient for of_image in queries.values() for query in of_image]
+        check_disjoint_patients((sample.patient for sample in others), tested)
+        places = MeanPlaces(others)
+        inputs["validation_manifest"] = valid.fingerprint
+    grounding = _Grounding(model, loader, queries, kind, settings.smoothing, rules, places)
     items, kept, details = grounding.run(_random_items(grounding.queries, keep_maps, seed))
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
-        rows=grounding_rows(items, rules, resamples, seed),
+        rows=grounding_rows(items, resamples, seed),
         config={
             "protocol": protocol,
             "contrast": settings.contrast,
@@ -284,6 +308,7 @@ class _Grounding:
     maps: Maps
     smoothing: float
     rules: MapRules
+    places: MeanPlaces | None
 
     def run(
         self, keep: set[tuple[int, int]]
@@ -334,9 +359,14 @@ class _Grounding:
                     "the model's maps are not finite: check its weights", "nonfinite"
                 )
             inside_HW = region_mask(stored_boxes(query.phrase, query.sample, size), *size)
+            metrics = dict(map_metrics(map_HW, inside_HW, self.rules))
+            if self.places is not None:
+                place = self.places.pointing_game(query.phrase.label, inside_HW)
+                metrics[MEAN_PLACE] = place
+                metrics[GAIN] = metrics["pointing_game"] - place
             item = GroundedPhrase(
                 **query._asdict(),
-                metrics=dict(map_metrics(map_HW, inside_HW, self.rules)),
+                metrics=metrics,
                 box_share=float(inside_HW.mean()),
                 unseen_share=float(np.isnan(map_HW).mean()),
             )
@@ -362,26 +392,14 @@ def stored_size(loader: Loader, position: int, sample: Sample) -> tuple[int, int
     return height, width
 
 
-def stored_boxes(phrase: Phrase, sample: Sample, size: tuple[int, int]) -> list[Box]:
-    """Return the boxes of a phrase in pixels of the stored image of `size` (height, width)."""
-    published = published_size(sample)
-    down = size[0] / published[0]
-    across = size[1] / published[1]
-    scales = {"y": down, "x": across, "height": down, "width": across}
-    return [
-        Box(*(float(str(box[name])) * scale for name, scale in scales.items()))
-        for box in phrase.boxes
-    ]
-
-
 def grounding_rows(
-    items: Sequence[GroundedPhrase], rules: MapRules, resamples: int, seed: int
+    items: Sequence[GroundedPhrase], resamples: int, seed: int
 ) -> tuple[MetricRow, ...]:
     """Return every metric overall, as the mean over findings, and for each finding."""
     labels = [item.phrase.label for item in items]
     groups = [
         label_mean_metrics(metric, np.array([item.metrics[metric] for item in items]), labels)
-        for metric in rules.metrics
+        for metric in items[0].metrics
     ]
     patients = [item.sample.patient for item in items]
     return measure(groups, len(items), resamples=resamples, seed=seed, groups=patients)

@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from medvl.data.transforms.image import Box
-from medvl.errors import EvaluationError
+from medvl.errors import EvaluationError, SplitError
 from medvl.eval.core.metric_rows import measure
 from medvl.eval.core.results import PageHeader, read_results, write_results
 from medvl.eval.grounding.evaluation import draw_grounding, write_grounding_page
@@ -36,13 +36,13 @@ from medvl.eval.grounding.heatmaps import (
     phrase_maps,
     region_mask,
     smooth,
+    stored_boxes,
 )
 from medvl.eval.grounding.protocol import (
     GroundingResult,
     grounding_protocol,
     label_mean_metrics,
     phrase_grounding,
-    stored_boxes,
 )
 from medvl.models import ConVIRTConfig
 from medvl.models.dual_encoders.convirt import ConVIRT
@@ -358,6 +358,42 @@ def test_boxes_are_scaled_to_the_stored_image(result: GroundingResult) -> None:
     (box,) = stored_boxes(item.phrase, item.sample, (40, 80))
     assert (box.height, box.width) == (10, 20)
     assert region_mask([box], 40, 80).mean() == 1 / 16
+
+
+def test_the_mean_place_of_other_patients_is_a_baseline(tmp_path: Path) -> None:
+    """Three of four other patients have their box in one cell, and one finding has no box there."""
+    others = make_loader(patients=99)
+    boxes = [{"label": "Cardiomegaly", "x": x, "y": 20, "width": 40, "height": 20} for x in (0, 80)]
+    for number, sample in enumerate(others.source.samples):
+        phrase = {"label": "Cardiomegaly", "text": "", "boxes": [boxes[number == 0]]}
+        extra = {**sample.extra, "phrases": [phrase]}
+        others.source.samples[number] = dataclasses.replace(
+            sample, patient=f"other {number}", extra=extra
+        )
+    tested = make_loader()
+    shifted = [  # the cell of most boxes, half of it, and another cell
+        {**boxes[0]}, {**boxes[0], "x": 20}, {**boxes[1]},
+    ]  # fmt: skip
+    for number, box in enumerate(shifted):
+        phrases = [{"label": "Edema", "text": PHRASES[200], "boxes": [box]}]
+        sample = tested.source.samples[number]
+        tested.source.samples[number] = dataclasses.replace(
+            sample, extra={**sample.extra, "phrases": phrases}
+        )
+    result = evaluate(tested, valid=others.source)
+    edema = [item.metrics for item in result.items if item.phrase.label == "Edema"]
+    assert [metrics["mean_place"] for metrics in edema] == [1, 0.5, 0]
+    for metrics in edema:
+        gain = metrics["pointing_game"] - metrics["mean_place"]
+        assert metrics["gain_over_mean_place"] == gain
+    assert result.results.row("mean_place", "Edema").value == 0.5
+    assert "validation_manifest" in result.results.inputs
+    header = PageHeader(model="oracle", data="fake")
+    assert "Mean place" in write_grounding_page(result, tmp_path / "a.html", header).read_text()
+    with raises(SplitError, "leak"):
+        evaluate(tested, valid=tested.source)
+    with raises(EvaluationError, "empty", "valid"):
+        evaluate(tested, valid=FakeSource([], [], ()))
 
 
 # Maps of real models
