@@ -18,12 +18,21 @@ setup "[weights]"
 export HF_HUB_OFFLINE=1 NO_ALBUMENTATIONS_UPDATE=1
 seed="${SEED:-0}"
 data="$PWD/real/data" runs="real/seed-$seed"
-wanted() { case " $parts " in *" $1 "*) printf '\n== %s\n' "$1" ;; *) return 1 ;; esac; }
-train() { # RECIPE PRESET RUN OPTIONS: trains whole in fp32, without repeating a finished run
+say() { printf '%s  %s\n' "$(date +%H:%M)" "$*"; }
+wanted() { case " $parts " in *" $1 "*) printf '\n== %s, seed %s\n' "$1" "$seed" ;; *) return 1 ;; esac; }
+train() { # RECIPE PRESET RUN OPTIONS: trains whole in fp32; continues an interrupted run, and leaves a finished one
+    say "train $runs/$3"
     .venv/bin/medvl train "$1" "$2" --train.run-dir "$runs/$3" --train.seed "$seed" --data.seed "$seed" \
-        --train.precision fp32 --train.global-batch 48 "${@:4}"
+        --data.workers 1 --train.precision fp32 --train.global-batch 48 "${@:4}"
 }
-evaluate() { [ -e "$2/results.json" ] || .venv/bin/medvl eval "$1" --out "$2" "${@:3}"; }
+evaluate() {
+    if [ -e "$2/results.json" ]; then
+        say "$2 is finished"
+    else
+        say "eval $1: $2"
+        .venv/bin/medvl eval "$1" --out "$2" "${@:3}"
+    fi
+}
 zero_shot() { # CHECKPOINT OUT SHARDS PROMPTS: with the prompts, and in other words
     evaluate zero-shot "$2" --checkpoint "$1" --data "$3" --prompts "$4.json"
     evaluate zero-shot "$2-other-words" --checkpoint "$1" --data "$3" --prompts "$4-other-words.json"
@@ -32,6 +41,7 @@ probe() { # OUT SHARDS OPTIONS
     evaluate probe "$1" --train "$2/train" --valid "$2/validate" --test "$2/test" --fractions 1.0 "${@:3}"
 }
 
+say "data: real/data"
 .venv/bin/python - real <<'PYTHON'
 import sys
 from pathlib import Path
@@ -78,13 +88,15 @@ fi
 if wanted chest; then # trained whole for NIH's findings; with the image encoder as it is for another hospital's children
     chest=(--data.train "$data/chest/shards/train" --data.valid "$data/chest/shards/validate" --model.positives labels
         --optim.schedule.warmup-steps 20)
+    chest_results() { # RUN
+        for name in nih paediatric; do
+            zero_shot "$runs/$1/last" "$runs/$name-$1" "$data/chest/$name/test" "$data/chest/$name"
+        done
+        evaluate grounding "$runs/grounding-$1" --checkpoint "$runs/$1/last" --data "$data/chest/boxes/test"
+    }
     train continue_pairs paper chest "${chest[@]}" --model.image-size 160 --data.image.size 160 --train.epochs 10
+    chest_results chest
     train continue_pairs paper chest-frozen "${chest[@]}" --model.image-size 224 --data.image.size 224 \
         --model.frozen-image-layers -1 --optim.lr 1e-3 --train.epochs 8
-    for run in chest chest-frozen; do
-        for name in nih paediatric; do
-            zero_shot "$runs/$run/last" "$runs/$name-$run" "$data/chest/$name/test" "$data/chest/$name"
-        done
-        evaluate grounding "$runs/grounding-$run" --checkpoint "$runs/$run/last" --data "$data/chest/boxes/test"
-    done
+    chest_results chest-frozen
 fi
