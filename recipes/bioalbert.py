@@ -23,8 +23,8 @@ from medvl.models import AlbertTextConfig
 from medvl.train import (
     Linear,
     OptimConfig,
+    Recipe,
     TextDataConfig,
-    TextRecipe,
     TrainConfig,
     launch,
     quickstart,
@@ -39,7 +39,7 @@ OPTIM = OptimConfig(
     clip_norm=1.0,
     schedule=Linear(warmup_steps=3_125),
 )
-paper = TextRecipe(
+paper = Recipe(
     model=AlbertTextConfig(),
     pretrained=False,
     data=TextDataConfig(train=Path("shards/pubmed/train"), valid=Path("shards/pubmed/validate")),
@@ -77,7 +77,7 @@ SMALL = {
     "intermediate_size": 512,
     "max_position_embeddings": 128,
 }
-tiny = TextRecipe(
+tiny = Recipe(
     model=AlbertTextConfig(text_arguments=SMALL, max_tokens=128),
     pretrained=False,
     data=quickstart.text_data(),

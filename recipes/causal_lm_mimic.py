@@ -50,8 +50,10 @@ from medvl.train import (
     TrainConfig,
     launch,
     pretraining_run,
+    quickstart,
 )
 
+FINDINGS = WholeText(sections=("findings",), missing="no_text")
 LANGUAGE = "models/qwen2.5-0.5b-instruct"
 LLAMA = (
     '{"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, '
@@ -72,7 +74,7 @@ paper = Recipe(
         train="shards/mimic-cxr/train",
         valid=Path("shards/mimic-cxr/validate"),
         tokenizer=Path(LANGUAGE),
-        text=WholeText(sections=("findings",), missing="no_text"),
+        text=FINDINGS,
         image=ConVIRTAugmentation.crop(518, area=(0.77, 1.0)),
         valid_batch=16,
     ),
@@ -134,8 +136,9 @@ grounded = dataclasses.replace(
     ),
     train=dataclasses.replace(LAST, run_dir=Path("runs/causal-lm-grounded")),
 )
-tiny = Recipe(
-    model=CausalLMConfig(
+tiny = quickstart.report_recipe(
+    "causal-lm",
+    CausalLMConfig(
         image_encoder="resnet_tiny",
         image_size=112,
         frozen_image=False,
@@ -145,42 +148,13 @@ tiny = Recipe(
         prompt=("indication",),
         max_tokens=82,
     ),
-    pretrained=False,
-    init_from=Path("quickstart/convirt/best"),
-    data=dataclasses.replace(
-        paper.data,
-        train="quickstart/openi-views/train",
-        valid=Path("quickstart/openi-views/validate"),
-        tokenizer=Path("quickstart/openi-words"),
-        image=ConVIRTAugmentation.weak(112),
-        workers=1,
-        valid_batch=64,
-    ),
-    optim=dataclasses.replace(
-        paper.optim, lr=1e-3, weight_decay=0.05, schedule=Cosine(warmup_steps=50)
-    ),
-    train=TrainConfig(
-        run_dir=Path("quickstart/causal-lm"),
-        epochs=40,
-        global_batch=32,
-        precision="bf16",
-        channels_last=True,
-        validate_every=150,
-        checkpoint_every=150,
-        best_metric="report/f1_micro",
-        best_mode="max",
-    ),
+    FINDINGS,
 )
 PRESETS = {"paper": paper, "projector": projector, "questions": questions, "grounded": grounded}
 PRESETS["tiny"] = tiny
 MAKE_DATA = """medvl shards mimic-cxr --root MIMIC-CXR --short-side 512 --out shards/mimic-cxr
     medvl train causal_lm projector"""
-PHANTOM = """medvl phantom quickstart
-    medvl train convirt tiny
-    medvl phantom openi --out quickstart/openi --patients 1200 --size 160
-    medvl shards openi --root quickstart/openi --out quickstart/openi-views --short-side 160
-    medvl vocab --data quickstart/openi-views/train --out quickstart/openi-words --kind words --min-frequency 3 --sections findings
-    medvl train causal_lm tiny"""
+PHANTOM = f"{quickstart.REPORT_DATA}causal_lm tiny"
 
 
 def prepare(recipe: Recipe) -> Run:

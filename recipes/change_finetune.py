@@ -103,7 +103,8 @@ PHANTOM = """medvl phantom quickstart
 
 def prepare(recipe: Recipe) -> "Run":
     """Create the model, the loaders and the evaluator."""
-    recipe.data.check(data_advice("change_finetune", MAKE_DATA, PHANTOM))
+    advice = data_advice("change_finetune", MAKE_DATA, PHANTOM, recipe.data.own_data)
+    recipe.data.check(advice)
     from medvl.eval import ChangeEval
     from medvl.models import create_change_classifier
     from medvl.train import Run, open_change, seeded

@@ -25,8 +25,8 @@ from medvl.models import MaskedTextConfig
 from medvl.train import (
     Linear,
     OptimConfig,
+    Recipe,
     TextDataConfig,
-    TextRecipe,
     TrainConfig,
     launch,
     quickstart,
@@ -34,7 +34,7 @@ from medvl.train import (
 )
 
 MODEL = MaskedTextConfig(text_encoder="bert", attention_dropout=0.0)
-paper = TextRecipe(
+paper = Recipe(
     model=MODEL,
     pretrained=True,
     data=TextDataConfig(train=Path("shards/notes/train"), valid=Path("shards/notes/validate")),
@@ -63,7 +63,7 @@ new_words = dataclasses.replace(
     data=dataclasses.replace(paper.data, tokenizer=Path("vocab/notes")),
     train=dataclasses.replace(paper.train, run_dir=Path("runs/continue-bert-new-words")),
 )
-tiny = TextRecipe(
+tiny = Recipe(
     model=MaskedTextConfig(
         text_encoder="tiny_bert", pairs="none", attention_dropout=0.0, max_tokens=128
     ),

@@ -33,20 +33,20 @@ of a volume among the first five in 9.3 % [7.1, 11.6], the commonest texts in 3.
 
 from pathlib import Path
 
-from medvl.data import RandomSentence, VolumeTransform, WholeText
+from medvl.data import VolumeTransform, WholeText
 from medvl.models import CTCLIPConfig
 from medvl.train import (
     Constant,
-    Cosine,
     OptimConfig,
+    Recipe,
     TrainConfig,
     VolumeDataConfig,
-    VolumeRecipe,
     launch,
-    volume_run,
+    pretraining_run,
+    quickstart,
 )
 
-paper = VolumeRecipe(
+paper = Recipe(
     model=CTCLIPConfig(
         image_arguments={
             "patch_size": (10, 20, 20),
@@ -72,9 +72,9 @@ paper = VolumeRecipe(
         checkpoint_every=5000,
     ),
 )
-tiny = VolumeRecipe(
-    model=CTCLIPConfig(
-        volume_size=(16, 32, 32),
+tiny = quickstart.volume_recipe(
+    "ct-clip-run",
+    CTCLIPConfig(
         image_arguments={
             "patch_size": (4, 8, 8),
             "embed_dim": 64,
@@ -83,42 +83,7 @@ tiny = VolumeRecipe(
             "head_dim": 32,
             "window": (-1150.0, 350.0),
         },
-        text_encoder="tiny_bert",
-        text_arguments={
-            "num_hidden_layers": 2,
-            "hidden_size": 96,
-            "num_attention_heads": 3,
-            "intermediate_size": 192,
-            "hidden_dropout_prob": 0.0,
-            "pool": "max",
-        },
-        attention_dropout=0.0,
-        projection_dim=128,
-        max_tokens=96,
-        positives="text",
-    ),
-    pretrained=False,
-    data=VolumeDataConfig(
-        train="ct-rate-shards/train",
-        valid=Path("ct-rate-shards/validate"),
-        tokenizer=Path("ct-rate-vocab"),
-        text=RandomSentence(sections=("findings",)),
-        volume=VolumeTransform(size=(16, 32, 32)),
-        workers=1,
-    ),
-    optim=OptimConfig(
-        optimizer="adamw",
-        lr=2e-3,
-        weight_decay=0.05,
-        clip_norm=1.0,
-        schedule=Cosine(warmup_steps=50),
-    ),
-    train=TrainConfig(
-        run_dir=Path("ct-clip-run"),
-        steps=600,
-        global_batch=64,
-        validate_every=300,
-        checkpoint_every=300,
+        **quickstart.VOLUMES,
     ),
 )
 
@@ -127,13 +92,8 @@ MAKE_DATA = (
     "medvl shards ct-rate --root CT-RATE --size 240 480 480 --spacing 1.5 0.75 0.75 "
     "--out shards/ct-rate-fine"
 )
-PHANTOM = (
-    "medvl phantom ct-rate --out ct-rate --patients 1600 --shape 16 32 32 --reconstructions 1 && "
-    "medvl shards ct-rate --root ct-rate --out ct-rate-shards && "
-    "medvl vocab --data ct-rate-shards/train --out ct-rate-vocab --kind words && "
-    "medvl train ct_clip_ct_rate tiny"
-)
-prepare = volume_run("ct_clip_ct_rate", MAKE_DATA, PHANTOM)
+PHANTOM = f"{quickstart.VOLUME_DATA}ct_clip_ct_rate tiny"
+prepare = pretraining_run("ct_clip_ct_rate", MAKE_DATA, PHANTOM)
 
 if __name__ == "__main__":
     launch(prepare, PRESETS, "CT-CLIP on CT-RATE.")

@@ -55,7 +55,6 @@ from medvl.data import ConVIRTAugmentation, TextPair, WholeText
 from medvl.models import CXRMateConfig, RewardConfig
 from medvl.train import (
     Constant,
-    Cosine,
     DataConfig,
     OptimConfig,
     Recipe,
@@ -63,6 +62,7 @@ from medvl.train import (
     TrainConfig,
     launch,
     pretraining_run,
+    quickstart,
 )
 
 SECTIONS = TextPair(
@@ -103,37 +103,10 @@ paper = Recipe(
         best_mode="max",
     ),
 )
-tiny = Recipe(
-    model=TINY,
-    pretrained=False,
-    init_from=Path("quickstart/convirt/best"),
-    data=dataclasses.replace(
-        paper.data,
-        train="quickstart/openi-views/train",
-        valid=Path("quickstart/openi-views/validate"),
-        tokenizer=Path("quickstart/openi-words"),
-        image=ConVIRTAugmentation.weak(112),
-        workers=1,
-        valid_batch=64,
-    ),
-    optim=OptimConfig(
-        optimizer="adamw",
-        lr=1e-3,
-        weight_decay=0.05,
-        clip_norm=1.0,
-        schedule=Cosine(warmup_steps=50),
-    ),
-    train=TrainConfig(
-        run_dir=Path("quickstart/cxrmate"),
-        epochs=40,
-        global_batch=32,
-        precision="bf16",
-        channels_last=True,
-        validate_every=150,
-        checkpoint_every=150,
-        best_metric="report/f1_micro",
-        best_mode="max",
-    ),
+tiny = quickstart.report_recipe(
+    "cxrmate",
+    TINY,
+    SECTIONS,
 )
 rewards = dataclasses.replace(
     paper,
@@ -160,12 +133,7 @@ rewards_tiny = dataclasses.replace(
 PRESETS = {"paper": paper, "tiny": tiny, "rewards": rewards, "rewards-tiny": rewards_tiny}
 MAKE_DATA = """medvl shards mimic-cxr --root MIMIC-CXR --short-side 512 --out shards/mimic-cxr
     medvl vocab --data shards/mimic-cxr/train --out shards/mimic-cxr/words --kind words --min-frequency 10"""
-PHANTOM = """medvl phantom quickstart
-    medvl train convirt tiny
-    medvl phantom openi --out quickstart/openi --patients 1200 --size 160
-    medvl shards openi --root quickstart/openi --out quickstart/openi-views --short-side 160
-    medvl vocab --data quickstart/openi-views/train --out quickstart/openi-words --kind words --min-frequency 3 --sections findings
-    medvl train cxrmate tiny"""
+PHANTOM = f"{quickstart.REPORT_DATA}cxrmate tiny"
 
 
 def prepare(recipe: Recipe) -> Run:

@@ -35,19 +35,20 @@ That of `recipes/ct_clip_ct_rate.py`, whose volumes have no class token, is 0.79
 
 from pathlib import Path
 
-from medvl.data import RandomSentence, VolumeTransform, WholeText
+from medvl.data import VolumeTransform, WholeText
 from medvl.models import HLIPConfig
 from medvl.train import (
     Cosine,
     OptimConfig,
+    Recipe,
     TrainConfig,
     VolumeDataConfig,
-    VolumeRecipe,
     launch,
-    volume_run,
+    pretraining_run,
+    quickstart,
 )
 
-paper = VolumeRecipe(
+paper = Recipe(
     model=HLIPConfig(frozen_text_layers=12),
     pretrained=True,
     data=VolumeDataConfig(
@@ -73,46 +74,11 @@ paper = VolumeRecipe(
         checkpoint_activations=True,
     ),
 )
-tiny = VolumeRecipe(
-    model=HLIPConfig(
-        volume_size=(16, 32, 32),
+tiny = quickstart.volume_recipe(
+    "ct-rate-run",
+    HLIPConfig(
         image_arguments={"patch_size": (4, 8, 8), "embed_dim": 96, "depth": 3, "num_heads": 3},
-        text_encoder="tiny_bert",
-        text_arguments={
-            "num_hidden_layers": 2,
-            "hidden_size": 96,
-            "num_attention_heads": 3,
-            "intermediate_size": 192,
-            "hidden_dropout_prob": 0.0,
-            "pool": "max",
-        },
-        attention_dropout=0.0,
-        projection_dim=128,
-        max_tokens=96,
-        positives="text",
-    ),
-    pretrained=False,
-    data=VolumeDataConfig(
-        train="ct-rate-shards/train",
-        valid=Path("ct-rate-shards/validate"),
-        tokenizer=Path("ct-rate-vocab"),
-        text=RandomSentence(sections=("findings",)),
-        volume=VolumeTransform(size=(16, 32, 32)),
-        workers=1,
-    ),
-    optim=OptimConfig(
-        optimizer="adamw",
-        lr=2e-3,
-        weight_decay=0.05,
-        clip_norm=1.0,
-        schedule=Cosine(warmup_steps=50),
-    ),
-    train=TrainConfig(
-        run_dir=Path("ct-rate-run"),
-        steps=600,
-        global_batch=64,
-        validate_every=300,
-        checkpoint_every=300,
+        **quickstart.VOLUMES,
     ),
 )
 
@@ -120,13 +86,8 @@ PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = (
     "medvl shards ct-rate --root CT-RATE --size 112 336 336 --spacing 3 1 1 --out shards/ct-rate"
 )
-PHANTOM = (
-    "medvl phantom ct-rate --out ct-rate --patients 1600 --shape 16 32 32 --reconstructions 1 && "
-    "medvl shards ct-rate --root ct-rate --out ct-rate-shards && "
-    "medvl vocab --data ct-rate-shards/train --out ct-rate-vocab --kind words && "
-    "medvl train hlip_ct_rate tiny"
-)
-prepare = volume_run("hlip_ct_rate", MAKE_DATA, PHANTOM)
+PHANTOM = f"{quickstart.VOLUME_DATA}hlip_ct_rate tiny"
+prepare = pretraining_run("hlip_ct_rate", MAKE_DATA, PHANTOM)
 
 if __name__ == "__main__":
     launch(prepare, PRESETS, "HLIP on CT-RATE.")

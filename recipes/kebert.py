@@ -23,14 +23,14 @@ from medvl.models import ConceptScore, KEBERTConfig
 from medvl.train import (
     Cosine,
     OptimConfig,
+    Recipe,
     TextDataConfig,
-    TextRecipe,
     TrainConfig,
     launch,
     text_run,
 )
 
-paper = TextRecipe(
+paper = Recipe(
     model=KEBERTConfig(),
     pretrained=True,
     data=TextDataConfig(
@@ -53,7 +53,7 @@ paper = TextRecipe(
         best_mode="max",
     ),
 )
-tiny = TextRecipe(
+tiny = Recipe(
     model=KEBERTConfig(
         text_encoder="tiny_bert",
         text_arguments={"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},

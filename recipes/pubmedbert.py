@@ -28,8 +28,8 @@ from medvl.models import MaskedTextConfig
 from medvl.train import (
     Linear,
     OptimConfig,
+    Recipe,
     TextDataConfig,
-    TextRecipe,
     TrainConfig,
     launch,
     quickstart,
@@ -45,7 +45,7 @@ OPTIM = OptimConfig(
     clip_norm=1.0,
     schedule=Linear(warmup_steps=6_250),
 )
-paper = TextRecipe(
+paper = Recipe(
     model=PAPER,
     pretrained=False,
     data=TextDataConfig(
@@ -67,7 +67,7 @@ paper = TextRecipe(
 )
 
 
-def variant(name: str, model: MaskedTextConfig, optim: OptimConfig, steps: int) -> TextRecipe:
+def variant(name: str, model: MaskedTextConfig, optim: OptimConfig, steps: int) -> Recipe:
     """Return `paper` with other settings, in a run folder of its own."""
     train = dataclasses.replace(paper.train, steps=steps, run_dir=Path(f"runs/pubmedbert-{name}"))
     return dataclasses.replace(paper, model=model, optim=optim, train=train)
@@ -86,7 +86,7 @@ ramp = variant(
 longer = variant(
     "longer", PAPER, dataclasses.replace(OPTIM, schedule=Linear(warmup_steps=10_000)), 100_000
 )
-tiny = TextRecipe(
+tiny = Recipe(
     model=MaskedTextConfig(
         text_encoder="tiny_bert", pairs="none", attention_dropout=0.0, max_tokens=128
     ),

@@ -31,7 +31,6 @@ from pathlib import Path
 from medvl.data import ConVIRTAugmentation, WholeText
 from medvl.models import R2GenConfig
 from medvl.train import (
-    Cosine,
     DataConfig,
     OptimConfig,
     Recipe,
@@ -40,9 +39,10 @@ from medvl.train import (
     TrainConfig,
     launch,
     pretraining_run,
+    quickstart,
 )
 
-FINDINGS = ("findings",)
+FINDINGS = WholeText(sections=("findings",), missing="no_text")
 
 paper = Recipe(
     model=R2GenConfig(),
@@ -51,7 +51,7 @@ paper = Recipe(
         train="shards/iu-xray/train",
         valid=Path("shards/iu-xray/validate"),
         tokenizer=Path("shards/iu-xray/words"),
-        text=WholeText(sections=FINDINGS, missing="no_text"),
+        text=FINDINGS,
         image=ConVIRTAugmentation.crop(224, area=(0.77, 1.0)),
         valid_batch=16,
     ),
@@ -85,8 +85,9 @@ paper_mimic = dataclasses.replace(
     optim=dataclasses.replace(paper.optim, schedule=StepDecay(factor=0.8)),
     train=dataclasses.replace(paper.train, run_dir=Path("runs/r2gen-mimic"), epochs=30),
 )
-tiny = Recipe(
-    model=R2GenConfig(
+tiny = quickstart.report_recipe(
+    "r2gen",
+    R2GenConfig(
         image_encoder="resnet_tiny",
         image_size=112,
         width=128,
@@ -97,47 +98,14 @@ tiny = Recipe(
         image_lr_mult=1.0,
         max_tokens=82,
     ),
-    pretrained=False,
-    init_from=Path("quickstart/convirt/best"),
-    data=dataclasses.replace(
-        paper.data,
-        train="quickstart/openi-views/train",
-        valid=Path("quickstart/openi-views/validate"),
-        tokenizer=Path("quickstart/openi-words"),
-        image=ConVIRTAugmentation.weak(112),
-        workers=1,
-        valid_batch=64,
-    ),
-    optim=OptimConfig(
-        optimizer="adamw",
-        lr=1e-3,
-        weight_decay=0.05,
-        clip_norm=1.0,
-        schedule=Cosine(warmup_steps=50),
-    ),
-    train=TrainConfig(
-        run_dir=Path("quickstart/r2gen"),
-        epochs=40,
-        global_batch=32,
-        precision="bf16",
-        channels_last=True,
-        validate_every=150,
-        checkpoint_every=150,
-        best_metric="report/f1_micro",
-        best_mode="max",
-    ),
+    FINDINGS,
 )
 PRESETS = {"paper": paper, "paper-mimic": paper_mimic, "tiny": tiny}
 MAKE_DATA = """medvl shards r2gen-annotation --root iu_xray --out shards/iu-xray --short-side 256
     medvl vocab --data shards/iu-xray/train --out shards/iu-xray/words --kind words --min-frequency 3
     medvl shards r2gen-annotation --root mimic_cxr --out shards/r2gen-mimic --short-side 256         # paper-mimic
     medvl vocab --data shards/r2gen-mimic/train --out shards/r2gen-mimic/words --kind words --min-frequency 10    # paper-mimic"""
-PHANTOM = """medvl phantom quickstart
-    medvl train convirt tiny
-    medvl phantom openi --out quickstart/openi --patients 1200 --size 160
-    medvl shards openi --root quickstart/openi --out quickstart/openi-views --short-side 160
-    medvl vocab --data quickstart/openi-views/train --out quickstart/openi-words --kind words --min-frequency 3 --sections findings
-    medvl train r2gen tiny"""
+PHANTOM = f"{quickstart.REPORT_DATA}r2gen tiny"
 
 
 def prepare(recipe: Recipe) -> Run:
@@ -145,7 +113,7 @@ def prepare(recipe: Recipe) -> Run:
     run = pretraining_run("r2gen_iu", MAKE_DATA, PHANTOM)(recipe)
     from medvl.eval import ReportEval
 
-    return run.with_evaluator(lambda images: ReportEval(images, sections=FINDINGS))
+    return run.with_evaluator(lambda images: ReportEval(images, sections=FINDINGS.sections))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from medvl.data import ConVIRTAugmentation
 from medvl.errors import ConfigError, MedvlError
 from medvl.eval.trial import EvaluationConfig
 from medvl.models import MRM, DualEncoder, FusionModel, ReportGenerator, System, list_models, system
-from medvl.train import Plateau, Recipe
+from medvl.train import DataConfig, Plateau, Recipe
 from medvl.train.recipe_files import find_recipe, load_recipe_module, packaged_files
 
 _RECIPE_OF = {"clip": "chexzero"}
@@ -173,9 +173,8 @@ def _recipes(preset: str) -> dict[str, tuple[str, Path, str]]:
         module = recipe_module(path)
         presets = {} if getattr(module, "CONTINUES", False) else module.PRESETS
         for name, settings in presets.items():
-            if not isinstance(settings, Recipe) or not (
-                name == preset or name.startswith(f"{preset}-")
-            ):
+            reads_images = isinstance(settings, Recipe) and isinstance(settings.data, DataConfig)
+            if not reads_images or not (name == preset or name.startswith(f"{preset}-")):
                 continue
             trained = str(settings.model.system)
             if family_of(system(trained)) is not None and trained not in _NOT_COMPARED:

@@ -90,7 +90,7 @@ def to_dict(config: Any, leave_out: Collection[str] = ()) -> dict[str, Any]:
     Fields named in `leave_out` are omitted. Raises TypeError where a field holds a value that JSON
     cannot represent.
     """
-    hints = typing.get_type_hints(type(config))
+    hints = _field_types(type(config))
     names = [field.name for field in dataclasses.fields(config) if field.name not in leave_out]
     return {name: _encode(getattr(config, name), hints[name]) for name in names}
 
@@ -140,7 +140,7 @@ def upgrade_settings(
         return dict(stored)
     today = to_dict(config) if today is None else today
     former = former_fields(type(config))
-    hints = typing.get_type_hints(type(config))
+    hints = _field_types(type(config))
     upgraded = {
         name: value for name, value in stored.items() if name not in former or value != former[name]
     }
@@ -245,7 +245,7 @@ def _decode_dataclass(cls: type[Config], data: Any, path: str) -> Config:
         raise _wrong_type(
             path or cls.__name__, f"an object with the fields of {cls.__name__}", data
         )
-    hints = typing.get_type_hints(cls)
+    hints = _field_types(cls)
     fields = {
         field.name: field for field in dataclasses.fields(typing.cast(Any, cls)) if field.init
     }
@@ -346,6 +346,14 @@ def _wrong_type(path: str, expected: str, value: Any) -> ConfigError:
 
 def _join(path: str, name: Any) -> str:
     return f"{path}.{name}" if path else str(name)
+
+
+def _field_types(cls: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields; the bound of one that is a type parameter."""
+    return {
+        name: hint.__bound__ if isinstance(hint, TypeVar) else hint
+        for name, hint in typing.get_type_hints(cls).items()
+    }
 
 
 def _dataclasses_of(hint: Any) -> list[type]:

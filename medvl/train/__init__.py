@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         DataConfig as DataConfig,
         DataLoaders as DataLoaders,
         open_data as open_data,
+        open_pairs as open_pairs,
     )
     from medvl.train.tasks.supervised import (
         ChangeDataConfig as ChangeDataConfig,
@@ -87,15 +88,12 @@ if TYPE_CHECKING:
     )
     from medvl.train.tasks.text import (
         TextDataConfig as TextDataConfig,
-        TextRecipe as TextRecipe,
         open_text as open_text,
         text_run as text_run,
     )
     from medvl.train.tasks.volumes import (
         VolumeDataConfig as VolumeDataConfig,
-        VolumeRecipe as VolumeRecipe,
         open_volumes as open_volumes,
-        volume_run as volume_run,
     )
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

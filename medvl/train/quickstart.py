@@ -4,7 +4,7 @@ cores.
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from medvl.data.transforms.image import ConVIRTAugmentation
 from medvl.data.transforms.text import WholeText
@@ -14,7 +14,11 @@ from medvl.train.recipe import Recipe, ZeroShotRecipe
 from medvl.train.tasks.pretraining import DataConfig
 
 if TYPE_CHECKING:
+    from medvl.data.transforms.text import TextPair
     from medvl.train.tasks.text import TextDataConfig
+    from medvl.train.tasks.volumes import VolumeDataConfig
+
+_Model = TypeVar("_Model", bound=ImageConfig)
 
 DATA = DataConfig(
     train="quickstart/shards/train",
@@ -178,7 +182,7 @@ def zero_shot_from_convirt(
     )
 
 
-def fusion_recipe(name: str, model: ImageConfig, epochs: int = 12) -> Recipe:
+def fusion_recipe(name: str, model: _Model, epochs: int = 12) -> "Recipe[_Model, DataConfig]":
     """Return the preset `tiny` of a fusion-encoder that starts from the encoders of the
     quickstart's ConVIRT.
 
@@ -198,4 +202,117 @@ def fusion_recipe(name: str, model: ImageConfig, epochs: int = 12) -> Recipe:
         data=DATA,
         optim=dataclasses.replace(OPTIM, lr=5e-4),
         train=dataclasses.replace(train, best_metric="loss", best_mode="min"),
+    )
+
+
+REPORT_DATA = (
+    "medvl phantom quickstart\n    medvl train convirt tiny\n"
+    "    medvl phantom openi --out quickstart/openi --patients 1200 --size 160\n"
+    "    medvl shards openi --root quickstart/openi --out quickstart/openi-views --short-side 160\n"
+    "    medvl vocab --data quickstart/openi-views/train --out quickstart/openi-words --kind words "
+    "--min-frequency 3 --sections findings\n"
+    "    medvl train "
+)
+"""Commands that make the data of `report_recipe`; the name of the system and "tiny" follow."""
+
+
+def report_recipe(
+    name: str, model: _Model, text: "WholeText | TextPair"
+) -> "Recipe[_Model, DataConfig]":
+    """Return the preset `tiny` of a report generator, on the studies of a phantom of Open-i, that
+    starts from the image encoder of the quickstart's ConVIRT.
+
+    Args:
+        name: folder of the run in quickstart/.
+        model: settings of the system.
+        text: what it writes.
+    """
+    return Recipe(
+        model=model,
+        pretrained=False,
+        init_from=_CONVIRT,
+        data=DataConfig(
+            train="quickstart/openi-views/train",
+            valid=Path("quickstart/openi-views/validate"),
+            tokenizer=Path("quickstart/openi-words"),
+            text=text,
+            image=ConVIRTAugmentation.weak(112),
+            workers=1,
+            valid_batch=64,
+        ),
+        optim=dataclasses.replace(OPTIM, schedule=Cosine(warmup_steps=50)),
+        train=TrainConfig(
+            run_dir=Path("quickstart") / name,
+            epochs=40,
+            global_batch=32,
+            precision="bf16",
+            channels_last=True,
+            validate_every=150,
+            checkpoint_every=150,
+            best_metric="report/f1_micro",
+            best_mode="max",
+        ),
+    )
+
+
+VOLUME_DATA = (
+    "medvl phantom ct-rate --out ct-rate --patients 1600 --shape 16 32 32 --reconstructions 1 && "
+    "medvl shards ct-rate --root ct-rate --out ct-rate-shards && "
+    "medvl vocab --data ct-rate-shards/train --out ct-rate-vocab --kind words && "
+    "medvl train "
+)
+"""Commands that make the data of `volume_recipe`; the name of the recipe and "tiny" follow."""
+
+VOLUMES: dict[str, Any] = {
+    "volume_size": (16, 32, 32),
+    "text_encoder": "tiny_bert",
+    "text_arguments": {
+        "num_hidden_layers": 2,
+        "hidden_size": 96,
+        "num_attention_heads": 3,
+        "intermediate_size": 192,
+        "hidden_dropout_prob": 0.0,
+        "pool": "max",
+    },
+    "attention_dropout": 0.0,
+    "projection_dim": 128,
+    "max_tokens": 96,
+    "positives": "text",
+}
+"""Model settings of dual-encoders of volumes: a BERT of two layers from scratch. A text is the
+maximum over its tokens, as its class token starts equal for all texts.
+"""
+
+
+def volume_recipe(run_dir: str, model: _Model) -> "Recipe[_Model, VolumeDataConfig]":
+    """Return the preset `tiny` of a dual-encoder of volumes, on chest CTs of the phantom: one
+    sentence of a report at a time, both encoders from scratch.
+
+    Args:
+        run_dir: folder of the run.
+        model: settings of the system.
+    """
+    from medvl.data.transforms.text import RandomSentence
+    from medvl.data.volumes.transform import VolumeTransform
+    from medvl.train.tasks.volumes import VolumeDataConfig
+
+    return Recipe(
+        model=model,
+        pretrained=False,
+        data=VolumeDataConfig(
+            train="ct-rate-shards/train",
+            valid=Path("ct-rate-shards/validate"),
+            tokenizer=Path("ct-rate-vocab"),
+            text=RandomSentence(sections=("findings",)),
+            volume=VolumeTransform(size=VOLUMES["volume_size"]),
+            workers=1,
+        ),
+        optim=dataclasses.replace(OPTIM, lr=2e-3, schedule=Cosine(warmup_steps=50)),
+        train=TrainConfig(
+            run_dir=Path(run_dir),
+            steps=600,
+            global_batch=64,
+            validate_every=300,
+            checkpoint_every=300,
+        ),
     )

@@ -17,47 +17,53 @@ Presets `tiny` change the settings in `quickstart.py` with `dataclasses.replace`
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from medvl.models.base import ImageConfig, TowersConfig
+from medvl.models.base import SystemConfig, TowersConfig
 from medvl.train.config import OptimConfig, TrainConfig
-from medvl.train.tasks.pretraining import DataConfig
+from medvl.train.tasks.pretraining import DataConfig, LoaderConfig
 
 if TYPE_CHECKING:
     from medvl.train.loop.state import Evaluator
     from medvl.train.run import Run
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """All settings of a run."""
+Model = TypeVar("Model", bound=SystemConfig, covariant=True)
+Data = TypeVar("Data", bound=LoaderConfig, covariant=True)
 
-    model: ImageConfig
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe(Generic[Model, Data]):
+    """All settings of a run. The type of `data` decides how its loaders are opened
+    (`medvl.train.open_data`).
+    """
+
+    model: Model
     """Settings of the system; those of its own type are options of the command line."""
     pretrained: bool
-    """Start from published weights: of both encoders, or of the complete model that `model`
+    """Start from published weights: of the encoders, or of the complete model that `model`
     names.
     """
     init_from: Path | None = None
     """Checkpoint to start from, also an imported one: all weights of the same system, or the
     encoders of another.
     """
-    data: DataConfig
+    data: Data
     optim: OptimConfig
     train: TrainConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ZeroShotRecipe(Recipe):
+class ZeroShotRecipe(Recipe[TowersConfig, DataConfig]):
     """All settings of a run with a zero-shot evaluation."""
 
-    model: TowersConfig
-    """Settings of the system."""
     prompts: str | None = "chexpert_ensemble"
     """Prompt set of the zero-shot evaluation during training; None for a corpus without labels."""
 
 
-def pretraining_run(name: str, make_data: str, phantom: str = "") -> "Callable[[Recipe], Run]":
+def pretraining_run(
+    name: str, make_data: str, phantom: str = ""
+) -> "Callable[[Recipe[Any, Any]], Run]":
     """Return the `prepare` function of a recipe.
 
     Args:
@@ -69,9 +75,9 @@ def pretraining_run(name: str, make_data: str, phantom: str = "") -> "Callable[[
     The returned function raises ConfigError, which names both commands, if the shards are missing.
     """
 
-    def prepare(recipe: Recipe) -> "Run":
+    def prepare(recipe: Recipe[Any, Any]) -> "Run":
         """Create the model and the loaders."""
-        recipe.data.check(data_advice(name, make_data, phantom))
+        recipe.data.check(data_advice(name, make_data, phantom, recipe.data.own_data))
         from medvl.train.run import pretraining
 
         return pretraining(name, recipe)
@@ -105,18 +111,12 @@ def zero_shot_run(
     return prepare
 
 
-OWN_DATA = (
-    "medvl shards table --table rows.csv --image-column path --text-column report --out shards/ours"
-)
-"""Command that makes shards of a table; `medvl shards table --help` has its further options."""
-
-
-def data_advice(name: str, make_data: str, phantom: str) -> str:
-    """Return the message for missing shards."""
+def data_advice(name: str, make_data: str, phantom: str, own_data: str) -> str:
+    """Return the message for missing shards; `own_data` is `LoaderConfig.own_data`."""
     phantom = phantom or f"medvl phantom quickstart\n    medvl train {name} tiny"
     return (
         f"Make the shards first:\n    {make_data}\nand then\n    medvl train {name}\n"
-        f"Of images and reports of your own, in a table:\n    {OWN_DATA}\nand then\n"
+        f"Of data of your own:\n    {own_data}\nand then\n"
         f"    medvl train {name} tiny --data.train shards/ours/train --data.valid "
         f"shards/ours/validate\n"
         f"Without any data, on the phantom corpus:\n    {phantom}"

@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import textwrap
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -251,7 +252,7 @@ def choose(
     usage = f"Presets: {', '.join(presets)}. This is {name}; give another name first to select it."
     try:
         return tyro.cli(
-            type(presets[name]),
+            _concrete_type(presets[name]),
             prog=command and " ".join([command, *words]),
             args=arguments,
             default=presets[name],
@@ -260,6 +261,19 @@ def choose(
         )
     except ConfigError as error:
         _exit(str(error))
+
+
+def _concrete_type(settings: Recipe) -> type[Recipe]:
+    """Return the class of settings; with the types of its fields where these are parameters."""
+    cls: Any = type(settings)
+    parameters = getattr(cls, "__parameters__", ())
+    if not parameters:
+        return type(settings)
+    type_of = {
+        hint: type(getattr(settings, name)) for name, hint in typing.get_type_hints(cls).items()
+    }
+    concrete: type[Recipe] = cls[tuple(type_of[parameter] for parameter in parameters)]
+    return concrete
 
 
 def _exit(reason: str, status: int = 2) -> NoReturn:

@@ -23,8 +23,6 @@ from medvl.train.tasks.pretraining import DataLoaders, LoaderConfig, open_data
 
 if TYPE_CHECKING:
     from medvl.train.recipe import Recipe
-    from medvl.train.tasks.text import TextRecipe
-    from medvl.train.tasks.volumes import VolumeRecipe
 
 
 # What a run starts from, by content: checkpoints, weights of one's own, the vocabulary and files
@@ -125,15 +123,10 @@ class Run:
         )
 
 
-def pretraining(
-    recipe: str,
-    settings: "Recipe | TextRecipe | VolumeRecipe",
-    open_loaders: Callable[..., DataLoaders] = open_data,
-) -> Run:
+def pretraining(recipe: str, settings: "Recipe[Any, Any]") -> Run:
     """Create the run of a system from its configuration.
 
-    `open_loaders` takes the data settings, the model and the pairs of a micro-batch. Raises what it
-    and `create_model` raise.
+    Raises what `create_model` and `open_data` raise.
     """
     with seeded(settings.train.seed):
         model = create_model(
@@ -142,5 +135,5 @@ def pretraining(
             tokenizer=settings.data.tokenizer,
             init_from=settings.init_from,
         )
-    data = open_loaders(settings.data, model, settings.train.micro_batch)
+    data = open_data(settings.data, model, settings.train.micro_batch)
     return Run(recipe=recipe, settings=settings, model=model, data=data)

@@ -331,7 +331,7 @@ def autoencoder_run(
 
     def prepare(recipe: AutoencoderRecipe) -> "Run":
         """Create the model and the loaders."""
-        recipe.data.check(data_advice(name, make_data, phantom))
+        recipe.data.check(data_advice(name, make_data, phantom, recipe.data.own_data))
         from medvl.models import create_model
         from medvl.train.run import Run
 
@@ -358,7 +358,7 @@ def generation_run(
 
     def prepare(recipe: GenerationRecipe) -> "Run":
         """Create the model and the loaders."""
-        recipe.data.check(data_advice(name, make_data, phantom))
+        recipe.data.check(data_advice(name, make_data, phantom, recipe.data.own_data))
         from medvl.models import create_latent_diffusion
         from medvl.train.run import Run
 

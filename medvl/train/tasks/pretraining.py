@@ -1,10 +1,11 @@
 """Data settings and loaders for pretraining on images and texts."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from medvl.common.untrusted import parse_json
 from medvl.data.loading.sources import region_manifest_of
@@ -47,6 +48,11 @@ those of training.
 class LoaderConfig:
     """Folders of shards and settings of their loaders."""
 
+    own_data: ClassVar[str] = (
+        "medvl shards table --table rows.csv --image-column path --text-column report "
+        "--out shards/ours"
+    )
+    """Command that makes shards of a user's own data; its help has further options."""
     train: str | Path
     """Folder of shards for training, or its address: s3://, gs://, az://, hf:// or https://."""
     valid: Path | None
@@ -399,8 +405,21 @@ class DataConfig(LoaderConfig):
             yield "tokenizer", self.tokenizer, "tokenizer.json"
 
 
-def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
-    """Open the loaders of a pretraining run for this rank.
+@functools.singledispatch
+def open_data(data: LoaderConfig, model: Any, micro_batch: int) -> DataLoaders:
+    """Open the loaders of a pretraining run for this rank, by the type of its data settings:
+    `open_pairs`, `open_text` or `open_volumes`, or a function of another package that is registered
+    with `open_data.register`.
+
+    Raises what that function raises, ConfigError where there is none.
+    """
+    message = f"expected data settings that a function is registered for, got {type(data).__name__}"
+    raise ConfigError(f"{message}; use `open_data.register`", "unsupported", field="data")
+
+
+@open_data.register
+def open_pairs(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
+    """Open the loaders of a pretraining run on images and texts for this rank.
 
     Raises ShardError where a folder is damaged, SplitError where training and validation share a
     patient, ConfigError where the batch does not fit the ranks, the model has no tokenizer, a file

@@ -467,7 +467,7 @@ def classifier_run(
 
     def prepare(recipe: ClassifierRecipe) -> "Run":
         """Create the model, the loaders and the evaluator."""
-        recipe.data.check(data_advice(name, make_data, phantom))
+        recipe.data.check(data_advice(name, make_data, phantom, recipe.data.own_data))
         recipe = recipe if complete is None else complete(recipe)
         labels = policy(uncertain=recipe.uncertain, missing=recipe.missing)
         run = fused_classification(name, recipe, labels.apply)

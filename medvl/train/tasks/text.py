@@ -3,18 +3,18 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from medvl.data.shards.format import MANIFEST
 from medvl.data.shards.verify import check_against
-from medvl.models.language.base import MaskedWordScore, TextModelConfig
-from medvl.train.config import OptimConfig, TrainConfig
-from medvl.train.recipe import data_advice
+from medvl.models.language.base import MaskedWordScore
+from medvl.train.recipe import Recipe, pretraining_run
 from medvl.train.tasks.pretraining import (
     DataLoaders,
     LoaderConfig,
     check_tokenizer,
     describe,
+    open_data,
     open_split,
     open_train,
     open_valid,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 class TextDataConfig(LoaderConfig):
     """Shards with texts, and the tokenizer."""
 
+    own_data: ClassVar[str] = "medvl shards text --sources notes.jsonl --out shards/ours"
     tokenizer: Path | None = None
     """Folder of a tokenizer, as written by `medvl vocab`; None uses the text encoder's own from
     the hub.
@@ -53,6 +54,7 @@ class TextDataConfig(LoaderConfig):
             yield "tokenizer", self.tokenizer, "tokenizer.json"
 
 
+@open_data.register
 def open_text(data: TextDataConfig, model: Any, micro_batch: int) -> DataLoaders:
     """Open the loaders of a run on text for this rank.
 
@@ -85,41 +87,22 @@ def open_text(data: TextDataConfig, model: Any, micro_batch: int) -> DataLoaders
     return DataLoaders(loader, losses, open_valid(data, valid, shared=False, **options), entries)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextRecipe:
-    """All settings of a run."""
-
-    model: TextModelConfig
-    """Settings of the system; those of its own type are options of the command line."""
-    pretrained: bool
-    """Start from published weights of the text encoder."""
-    init_from: Path | None = None
-    """Checkpoint to start from, also an imported one: all weights of the same system, or the text
-    encoder of another. With `model.new_vocabulary`, all but its table of words.
-    """
-    data: TextDataConfig
-    optim: OptimConfig
-    train: TrainConfig
-
-
 def text_run(
     name: str,
     make_data: str,
     phantom: str = "",
     *,
-    evaluator: Callable[[Any], "Evaluator"] | None = None,
-) -> "Callable[[TextRecipe], Run]":
+    evaluator: Callable[[Any], "Evaluator"] = MaskedWordScore,
+) -> "Callable[[Recipe[Any, TextDataConfig]], Run]":
     """Return the `prepare` function of a recipe; arguments and errors as for
     `medvl.train.pretraining_run`.
 
-    Validation prints, besides the losses, what `evaluator` returns, by default `MaskedWordScore`.
+    Validation prints, besides the losses, what `evaluator` returns.
     """
+    pretraining = pretraining_run(name, make_data, phantom)
 
-    def prepare(recipe: TextRecipe) -> "Run":
-        """Create the model and the loaders."""
-        recipe.data.check(data_advice(name, make_data, phantom))
-        from medvl.train.run import pretraining
-
-        return pretraining(name, recipe, open_text).with_evaluator(evaluator or MaskedWordScore)
+    def prepare(recipe: "Recipe[Any, TextDataConfig]") -> "Run":
+        """Create the model, the loaders and the evaluator."""
+        return pretraining(recipe).with_evaluator(evaluator)
 
     return prepare

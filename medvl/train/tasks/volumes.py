@@ -1,33 +1,33 @@
 """Data settings and loaders for pretraining on volumes and texts."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Literal
 
 from medvl.data.shards.verify import check_against
 from medvl.data.transforms.text import RandomSection, RandomSentence, ShuffledSentences, WholeText
 from medvl.data.volumes.transform import VolumeTransform
-from medvl.models.base import TowersConfig
-from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.tasks.pretraining import (
     DataLoaders,
     LoaderConfig,
     check_tokenizer,
     describe,
+    open_data,
     open_split,
     open_train,
     open_valid,
 )
-
-if TYPE_CHECKING:
-    from medvl.train.run import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VolumeDataConfig(LoaderConfig):
     """Shards of volumes, text and crop for pretraining."""
 
+    own_data: ClassVar[str] = (
+        "medvl shards volumes --table rows.csv --image-column path --patient-column patient "
+        "--text-column report --out shards/ours"
+    )
     extra_train: tuple[Path, ...] = ()
     """Further folders of shards, shuffled together with `train`."""
     tokenizer: Path | None = None
@@ -52,45 +52,7 @@ class VolumeDataConfig(LoaderConfig):
             yield "tokenizer", self.tokenizer, "tokenizer.json"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class VolumeRecipe:
-    """All settings of a run on volumes."""
-
-    model: TowersConfig
-    """Settings of the system."""
-    pretrained: bool
-    """Start from published weights of the encoders."""
-    init_from: Path | None = None
-    """Checkpoint to start from: all weights of the same system, or the encoders of another."""
-    data: VolumeDataConfig
-    optim: OptimConfig
-    train: TrainConfig
-
-
-def volume_run(name: str, make_data: str, phantom: str) -> "Callable[[VolumeRecipe], Run]":
-    """Return the `prepare` function of a recipe on volumes.
-
-    Args:
-        name: name of the recipe's file, without the suffix.
-        make_data: command that makes the shards of the preset `paper`.
-        phantom: commands that make those of `tiny` and train on them.
-
-    The returned function raises ConfigError, which names both commands, if the shards are missing.
-    """
-
-    def prepare(recipe: VolumeRecipe) -> "Run":
-        """Create the model and the loaders."""
-        recipe.data.check(
-            f"Make the shards first:\n    {make_data}\nand then\n    medvl train {name}\n"
-            f"Without any data, on the phantom corpus:\n    {phantom}"
-        )
-        from medvl.train.run import pretraining
-
-        return pretraining(name, recipe, open_volumes)
-
-    return prepare
-
-
+@open_data.register
 def open_volumes(data: VolumeDataConfig, model: Any, micro_batch: int) -> DataLoaders:
     """Open the loaders of a pretraining run on volumes for this rank.
 

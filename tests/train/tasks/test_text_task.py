@@ -18,7 +18,7 @@ from medvl.data.corpora.text import plan_documents
 from medvl.data.privacy import Deidentifier
 from medvl.errors import ConfigError, SplitError
 from medvl.models import MaskedTextConfig, create_model
-from medvl.train import OptimConfig, TextDataConfig, TextRecipe, TrainConfig, open_text, text_run
+from medvl.train import OptimConfig, Recipe, TextDataConfig, TrainConfig, open_text, text_run
 
 SMALL = {
     "hidden_size": 32,
@@ -73,7 +73,7 @@ def test_folders_are_joined_and_checked(folder: Path) -> None:
 
 
 def test_a_recipe_trains_scores_and_saves(folder: Path, tmp_path: Path) -> None:
-    recipe = TextRecipe(
+    recipe = Recipe(
         model=MODEL,
         pretrained=False,
         data=settings(folder),

@@ -127,7 +127,7 @@ def test_check_names_missing_folders_with_advice(shards: Path, tmp_path: Path) -
 
 
 def test_advice_has_a_command_for_data_of_ones_own() -> None:
-    advice = data_advice("convirt_mimic", "medvl shards mimic-cxr", "")
+    advice = data_advice("convirt_mimic", "medvl shards mimic-cxr", "", DataConfig.own_data)
     assert "medvl shards table --table" in advice
     assert "medvl train convirt_mimic tiny --data.train shards/ours/train" in advice
 
