@@ -21,6 +21,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from medvl.common.config_io import check_choice
 from medvl.data.loading.studies import ImageQuestion, QuestionSource, questions_in_split
 from medvl.data.shards.regions import RegionManifest, Regions
 from medvl.data.shards.source import ShardSource
@@ -34,6 +35,8 @@ SWAPPED = "image_swapped"
 REWORDED = "question_reworded"
 CONTROLS = (TEXT_ONLY, NOISE, SWAPPED, REWORDED)
 """Names of the controls, in the order of tables."""
+NO_CONTROLS = "none"
+"""Name, alone, for an evaluation without controls."""
 TITLES: Mapping[str, str] = {
     TEXT_ONLY: "Text only: mean image",
     NOISE: "Noise for an image",
@@ -118,10 +121,26 @@ class ControlledQuestions:
         return "one" if self._pixels is not None else self.source.key(self._image(position))
 
 
+def check_controls(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the chosen controls in the order of tables; none for "none" alone. Raises ConfigError
+    for another name, and for "none" beside one.
+    """
+    if tuple(names) == (NO_CONTROLS,):
+        return ()
+    for name in names:
+        check_choice(name, CONTROLS, "controls")
+    return tuple(name for name in CONTROLS if name in names)
+
+
 def control_sources(
-    questions: QuestionSource, train: ShardSource, *, color: bool, seed: int = 0
+    questions: QuestionSource,
+    train: ShardSource,
+    *,
+    color: bool,
+    seed: int = 0,
+    names: Sequence[str] = CONTROLS,
 ) -> dict[str, ControlledQuestions]:
-    """Return the controls that a source of questions allows, by name.
+    """Return the chosen controls that a source of questions allows, by name.
 
     A source with the regions of a detector has neither a mean image nor noise; one patient alone
     has no other patient's image.
@@ -131,18 +150,22 @@ def control_sources(
         train: shards whose images of train, else all of whose images, give the mean image.
         color: whether the model reads RGB images.
         seed: seed of noise and swaps.
+        names: chosen controls.
     """
     sources = {}
-    if questions.region_manifest is None:
-        rng = np.random.default_rng(seed)
-        noise = rng.integers(0, 256, (_SIDE, _SIDE), dtype=np.uint8)
+    if TEXT_ONLY in names and questions.region_manifest is None:
         mean = mean_image(train, color=color)
         sources[TEXT_ONLY] = ControlledQuestions(questions, pixels=mean)
+    if NOISE in names and questions.region_manifest is None:
+        rng = np.random.default_rng(seed)
+        noise = rng.integers(0, 256, (_SIDE, _SIDE), dtype=np.uint8)
         sources[NOISE] = ControlledQuestions(questions, pixels=noise)
-    swapped = swapped_images(questions.source, questions.questions, seed)
-    if swapped is not None:
-        sources[SWAPPED] = ControlledQuestions(questions, image_of=swapped)
-    sources[REWORDED] = ControlledQuestions(questions, reword=reword_question)
+    if SWAPPED in names:
+        swapped = swapped_images(questions.source, questions.questions, seed)
+        if swapped is not None:
+            sources[SWAPPED] = ControlledQuestions(questions, image_of=swapped)
+    if REWORDED in names:
+        sources[REWORDED] = ControlledQuestions(questions, reword=reword_question)
     return sources
 
 

@@ -64,6 +64,7 @@ from medvl.eval.vqa.controls import (
     SWAPPED,
     TEXT_ONLY,
     TITLES,
+    check_controls,
     control_sources,
 )
 from medvl.eval.vqa.examples import Explain, Pixels, choose_examples, example_cards, explain
@@ -403,6 +404,10 @@ class QuestionAnswering(Evaluation):
     """rules for comparing answers; `medvl` is ours, others reproduce published numbers"""
     examples: int = 6
     """correct and wrong answers on the page, per closed and open question type"""
+    controls: tuple[str, ...] = CONTROLS
+    """controls of a checkpoint to run: text_only, noise, image_swapped and question_reworded, each
+    of which takes as long as the questions themselves; none for no control
+    """
     seed: int = 0
     """seed of swapped images and noise"""
 
@@ -487,7 +492,9 @@ class QuestionAnswering(Evaluation):
             loader = setup.loader(of, model, sections=("question",))
             return answer_questions(model, cast("QuestionLoader", loader))
 
-        controls = control_sources(source, train, color=color, seed=self.seed)
+        controls = control_sources(
+            source, train, color=color, seed=self.seed, names=check_controls(self.controls)
+        )
         return _Answers(
             predictions=answers(source),
             controls={name: answers(each) for name, each in controls.items()},
@@ -525,10 +532,11 @@ class QuestionAnswering(Evaluation):
     def _export(self, shards: ShardSource, folder: Path) -> None:
         source = QuestionSource(shards, self.split, (), str)
         train = shards if self.train is None else ShardSource(self.train)
-        controls = control_sources(source, train, color=True, seed=self.seed)
-        kept = {name: controls[name] for name in (TEXT_ONLY, SWAPPED) if name in controls}
+        controls = control_sources(
+            source, train, color=True, seed=self.seed, names=(TEXT_ONLY, SWAPPED)
+        )
         name = re.sub(r"\W+", "_", shards.manifest.corpus)
-        export_questions({self.split: source, **kept}, folder, name)
+        export_questions({self.split: source, **controls}, folder, name)
 
     @staticmethod
     def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:

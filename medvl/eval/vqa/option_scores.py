@@ -104,6 +104,10 @@ class OptionScorer(abc.ABC):
     name: ClassVar[Score]
     sees_all_options = False
     """Whether the options of a question are shown together, so that their order can matter."""
+    scale = 1.0
+    """Factor of the scores in the softmax over options: the inverse temperature of a dual-encoder,
+    whose scores are cosines.
+    """
 
     @abc.abstractmethod
     def score(self, batch: Batch, questions: Sequence[Question]) -> list[OptionScores]:
@@ -150,6 +154,13 @@ class SimilarityScorer(_StatementScorer):
     """Similarity of a dual-encoder."""
 
     name: ClassVar[Score] = "statement"
+
+    def __init__(self, model: DualEncoder, templates: Templates) -> None:
+        super().__init__(model, templates)
+        if model.learns_scale:
+            self.scale = float(model.scale())
+        elif hasattr(model.config, "temperature"):
+            self.scale = 1 / model.config.temperature
 
     def compare(
         self, batch: Batch, texts: Sequence[str], image_Q: Tensor, text_Q: Tensor

@@ -23,8 +23,22 @@ from medvl.errors import ConfigError
 from medvl.eval import RunOptions, run_evaluation
 from medvl.eval.core.metric_rows import measure
 from medvl.eval.vqa import multiple_choice
-from medvl.eval.vqa.controls import mean_image, reword_question, swapped_images
-from medvl.eval.vqa.multiple_choice import MultipleChoice, choice_metrics, share_of_right
+from medvl.eval.vqa.choice_metrics import (
+    choice_metrics,
+    choose_option_threshold,
+    fit_temperature,
+    share_of_right,
+)
+from medvl.eval.vqa.controls import (
+    CONTROLS,
+    TEXT_ONLY,
+    check_controls,
+    control_sources,
+    mean_image,
+    reword_question,
+    swapped_images,
+)
+from medvl.eval.vqa.multiple_choice import ChoiceSource, MultipleChoice
 from medvl.eval.vqa.option_scores import OptionScorer, OptionScores, Templates, option_scorer
 from medvl.eval.vqa.protocol import get_protocol
 from medvl.models import VQA, save
@@ -186,10 +200,13 @@ def test_scores_that_a_system_lacks_are_refused() -> None:
 
 
 def test_ties_share_the_credit_and_unanswered_is_wrong() -> None:
-    assert share_of_right([1, 1, 0], 1) == 0.5
-    assert share_of_right([1, 1, 0], 2) == 0
-    assert share_of_right([0, 0, 2], 2) == 1
-    assert share_of_right([0, float("nan"), 2], 2) == 0
+    assert share_of_right([1, 1, 0], [1]) == 0.5
+    assert share_of_right([1, 1, 0], [2]) == 0
+    assert share_of_right([0, 0, 2], [2]) == 1
+    assert share_of_right([0, float("nan"), 2], [2]) == 0
+    assert share_of_right([1, 2, 3, 0], [1, 2]) == 1
+    assert share_of_right([2, 2, 3, 2], [1, 2]) == pytest.approx(1 / 3)
+    assert share_of_right([3, 2, 2, 2], [1, 2]) == 0
 
 
 def line(scores: Sequence[float | None], right: int, **fields: Any) -> dict[str, Any]:
@@ -203,19 +220,19 @@ def line(scores: Sequence[float | None], right: int, **fields: Any) -> dict[str,
     }
 
 
-def test_metrics_of_lengths_less_text_only_and_orders() -> None:
-    def metrics(
-        lines: list[dict[str, Any]], length: str = "sum", less: bool = False
-    ) -> dict[str, float]:
-        config = {"length": length, "less_text_only": less}
-        groups = choice_metrics(lines, config)
-        ones = np.ones((len(lines), 1))
-        return {
-            row.name: float(value)
-            for group in groups
-            for row, value in zip(group.rows, group.statistic(ones)[0], strict=True)
-        }
+def metrics(
+    lines: list[dict[str, Any]], length: str = "sum", less: bool = False, **config: Any
+) -> dict[str, float]:
+    groups = choice_metrics(lines, {"length": length, "less_text_only": less, **config})
+    ones = np.ones((len(lines), 1))
+    return {
+        row.name: float(value)
+        for group in groups
+        for row, value in zip(group.rows, group.statistic(ones)[0], strict=True)
+    }
 
+
+def test_metrics_of_lengths_less_text_only_and_orders() -> None:
     lines = [line([-2, -4], 0), line([-2, -4], 1)]
     found = metrics([lines[0]])
     assert found["accuracy/overall"] == 1
@@ -238,6 +255,55 @@ def test_metrics_of_lengths_less_text_only_and_orders() -> None:
     assert metrics([both], less=True)["accuracy/overall (control: text_only)"] == 0.5
     lost = line([None, -4], 1)
     assert metrics([lost])["unanswered/overall"] == 1
+
+
+def several(scores: Sequence[float | None], *right: int, **fields: Any) -> dict[str, Any]:
+    options = ["x", "y", "z", "u"]
+    return {"kind": "a", "options": options, "right": [*right],
+            "scores": {"main": {"scores": scores}}, **fields}  # fmt: skip
+
+
+def test_several_right_options_are_scored_beside_single_ones() -> None:
+    lines = [several([4, 3, 1, 0], 0, 1), several([4, 3, 1, 0], 0, 2), line([-2, -4], 0)]
+    found = metrics(lines, threshold=0.0)
+    assert found["accuracy/overall"] == 1  # of the third
+    assert found["several_right/exact_count"] == 0.5
+    assert found["several_right/option_auroc"] == (1 + 3 / 4) / 2
+    assert found["several_right/exact"] == 0.5
+    assert found["several_right/f1"] == 0.75
+    assert "several_right/exact" not in metrics(lines)
+    only = metrics([several([None, 3, 1, 0], 0, 1)], threshold=0.0)
+    assert {name: only[f"several_right/{name}"] for name in ("exact_count", "option_auroc")} == {
+        "exact_count": 0, "option_auroc": 0.5,
+    }  # fmt: skip
+    assert "accuracy/overall" not in only
+
+
+def test_the_threshold_of_several_right_options_is_that_of_most_exact_matches() -> None:
+    config = {"length": "sum", "less_text_only": False}
+    lines = [several([9, 5, 1, 1], 0), several([5, 5, 1, 1], 0, 1), several([6, 1, 5, 0], 0, 2)]
+    threshold = choose_option_threshold(lines, config)
+    assert threshold is not None
+    assert -2 < threshold < 2  # between relative scores of wrong and right options
+    assert metrics(lines, threshold=threshold)["several_right/exact"] == 1
+    assert choose_option_threshold(lines[:1], config) is None
+
+
+def test_calibration_of_the_softmax_over_options() -> None:
+    lines = [line([0, 0], 0), line([np.log(3), 0], 0), line([0, np.log(3)], 0)]
+    found = metrics(lines)
+    # 0.5 with half a credit; 0.75 twice, of which one is right
+    assert found["choice_ece/overall"] == pytest.approx((0 + abs(1.5 - 1)) / 3)
+    assert found["choice_brier/overall"] == pytest.approx((0.5 + 2 / 16 + 2 * 9 / 16) / 3)
+    config = {"length": "sum", "less_text_only": False, "scale": 2.0}
+    few = [line([1.0, 0], 0)] * 3 + [line([1.0, 0], 1)]
+    temperature = fit_temperature(few, config)
+    assert temperature == pytest.approx(2 / np.log(3), rel=1e-3)  # 3 of 4 are right
+    scaled = metrics(few, scale=2.0, temperature=temperature)
+    assert scaled["choice_ece/overall (temperature scaled)"] == pytest.approx(0, abs=1e-3)
+    assert scaled["choice_ece/overall"] > 0.1
+    assert fit_temperature([several([1, 0, 0, 0], 0, 1)], config) is None
+    assert np.isnan(metrics([line([None, 0], 0)])["choice_ece/overall"])
 
 
 class Brightness(OptionScorer):
@@ -277,7 +343,7 @@ def test_a_system_that_looks_loses_without_the_image(
     assert rows["gain_over_text_only/overall"].low > 0.4
     assert rows["accuracy/overall (baseline: most_frequent_letter)"].value == 0.25
     assert rows["options_shuffled/agreement"].value == 1
-    assert outcome.result.results.config["left_out"] == {"several_right": 0, "without_options": 1}
+    assert outcome.result.results.config["left_out"] == 1
     page = next(path for path in paths if path.suffix == ".html").read_text()
     assert "Gain over text only" in page
     text = (paths[0].parent / "predictions.jsonl").read_text()
@@ -288,6 +354,25 @@ def test_a_system_that_looks_loses_without_the_image(
     assert {row.name: row.value for row in again} == pytest.approx(
         {row.name: row.value for row in results.rows}, nan_ok=True
     )
+
+
+def test_chosen_controls_alone_are_run_and_text_only_decodes_no_image(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shards = choice_shards()
+    questions = ChoiceSource(ShardSource(shards / "test"), "test")
+    names = check_controls(["question_reworded", "text_only"])
+    assert names == ("text_only", "question_reworded")
+    assert check_controls(CONTROLS) == CONTROLS
+    assert check_controls(["none"]) == ()
+    for wrong in (["none", "noise"], ["swapped"]):
+        with raises(ConfigError, "unknown_name", "controls"):
+            check_controls(wrong)
+    train = ShardSource(shards / "train")
+    controls = control_sources(questions, train, color=False, names=names)
+    assert tuple(controls) == names
+    monkeypatch.setattr(ShardSource, "pixels", None)
+    assert {controls[TEXT_ONLY].pixels(place).shape for place in range(3)} == {(256, 256)}
 
 
 def test_swapped_images_are_of_other_patients_and_the_mean_is_that_of_train() -> None:
