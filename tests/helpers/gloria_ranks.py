@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import medvl
+from medvl.data.loading.boxed_phrases import CELLS
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.losses.common import gather_padded
 from medvl.models.dual_encoders.gloria import GLoRIA
@@ -20,6 +21,8 @@ TEXTS = [
     "The heart is mildly enlarged and the lungs are clear.",
 ]
 RAGGED = [*TEXTS, "Bibasilar atelectasis, unchanged: no new consolidation.", "", "effusion"]
+PHRASES = [["left pneumothorax", "Edema"], [], [], ["a large effusion"], ["Edema"], [], ["heart"]]
+"""Of each pair: two on rank 0, three on rank 1."""
 FIRST_RANK = 3
 """Pairs of rank 0; the other has the rest."""
 
@@ -45,9 +48,12 @@ def make_batch(tokenizer: Tokenizer | None, rows: list[int] | None = None) -> Ba
     rows = list(range(7)) if rows is None else rows
     texts = [([*RAGGED, "A left pneumothorax is large."][row] or "Clear.") for row in rows]
     ids_BT, mask_BT = tokenizer(texts)
-    pixels = torch.randint(
-        0, 256, (7, 1, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
-    )
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randint(0, 256, (7, 1, 64, 64), dtype=torch.uint8, generator=generator)
+    cover = torch.zeros(7, 2, CELLS, CELLS, dtype=torch.uint8)
+    for row, phrases in enumerate(PHRASES):
+        for place in range(len(phrases) - row // 6):  # the last phrase has no box
+            cover[row, place, 2 * row : 2 * row + 9, 20 - 3 * row :] = 255
     return Batch(
         keys=[str(row) for row in rows],
         image_BCHW=pixels[rows],
@@ -55,6 +61,8 @@ def make_batch(tokenizer: Tokenizer | None, rows: list[int] | None = None) -> Ba
         mask_BT=mask_BT,
         labels_BL=torch.zeros(len(rows), 0),
         texts=texts,
+        phrases=[PHRASES[row] for row in rows],
+        phrase_cover_BSHW=cover[rows],
     )
 
 
