@@ -175,8 +175,8 @@ class Inputs:
     mirrored_text: bool = False
     """The sample's text with left and right exchanged."""
     denied_text: bool = False
-    """The sample's text with the polarity of its findings exchanged
-    (`medvl.data.reports.denials`).
+    """The sample's text with its findings denied (`medvl.data.reports.denials`), and the findings
+    of its report.
     """
     sentences: bool = False
     """The sentence of each token."""
@@ -314,13 +314,19 @@ class Batch:
     has_mirror_B: Tensor | None = None
     """bool: False where a text names no side, so that its mirror is the text itself."""
     denied_ids_BT: Tensor | None = None
-    """int64 token ids of the texts with the polarity of their findings exchanged, padded like
-    `ids_BT` (`Inputs.denied_text`).
+    """int64 token ids of the texts with their findings denied, padded like `ids_BT`
+    (`Inputs.denied_text`).
     """
     denied_mask_BT: Tensor | None = None
     """bool, True on real tokens of `denied_ids_BT`."""
     has_denial_B: Tensor | None = None
     """bool: False where a text names no finding, so that its denial is the text itself."""
+    turned_BL: Tensor | None = None
+    """int8, one column for each of `FINDINGS`: 1 where the text affirms a finding and the denied
+    text denies it, -1 the reverse, 0 otherwise.
+    """
+    found_BL: Tensor | None = None
+    """int8: values of `FINDINGS` in the whole report: 1, 0 (or not mentioned), -1 (uncertain)."""
     sentence_BT: Tensor | None = None
     """int64: number of each token's sentence, from 0; -1 outside of sentences
     (`Inputs.sentences`).

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         altered_texts as altered_texts,
         clip as clip,
         convirt as convirt,
+        denial_holds as denial_holds,
         label_similarity as label_similarity,
         multi_hot as multi_hot,
         multi_positive as multi_positive,

@@ -298,6 +298,11 @@ def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
     if name == "siglip":
         batch.denied_ids_BT, batch.denied_mask_BT = batch.ids_BT % 30 + 7, batch.mask_BT
         batch.has_denial_B = (torch.arange(PAIRS) % 4 != 0)[rows]
+        # the third and the sixth text deny findings
+        turned = [[1, 0, 0], [1, 1, 0], [0, -1, -1], [0, 0, 1], [0, 1, 0], [-1, 0, 0], [1, 0, 1]]
+        found = [[0, 0, 0], [1, 1, 0], [0, 0, 0], [0, -1, 1], [0, 1, 0], [-1, 0, 0], [1, 0, 1]]
+        batch.turned_BL = torch.tensor(turned, dtype=torch.int8)[rows]
+        batch.found_BL = torch.tensor(found, dtype=torch.int8)[rows]
     if name == "cxrclip":
         batch.other_view_BCHW, batch.has_other_view_B = (
             batch.image_BCHW.flip(2),

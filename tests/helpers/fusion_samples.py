@@ -190,6 +190,7 @@ def with_altered_texts(batch: Batch, tokenizer: Tokenizer) -> Batch:
     size = len(batch)
     batch = dataclasses.replace(batch, ids_BT=ids_NT[:size], mask_BT=mask_NT[:size])
     add_altered(batch, altered, ids_NT[size:], mask_NT[size:])
+    batch.found_BL = (batch.turned_BL > 0).to(torch.int8)  # of reports of these texts alone
     return batch
 
 

@@ -1,5 +1,5 @@
-"""The texts of a batch with left and right, or the polarity of their findings, exchanged: hard
-negatives beside the other texts of a batch.
+"""The texts of a batch with left and right exchanged, or with their findings denied: hard negatives
+beside the other texts of a batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from medvl.data.reports.cleaning import swap_laterality
-from medvl.schema import Batch, Inputs
+from medvl.schema import FINDINGS, NEGATIVE, UNCERTAIN, Batch, Inputs, Sample
 
 Fields = tuple[str, str, str]
 """Fields of a batch: ids, mask, and whether the exchange alters the text."""
@@ -25,8 +25,20 @@ def alter_texts(texts: Sequence[str], inputs: Inputs) -> dict[Fields, list[str]]
         # Few systems read denials, so that most runs import no labeler.
         from medvl.data.reports.denials import turn_findings
 
-        altered[_DENIED] = [turn_findings(text) for text in texts]
+        altered[_DENIED] = [turn_findings(text).text for text in texts]
     return altered
+
+
+def report_findings(sample: Sample) -> tuple[int, ...]:
+    """Return the values of `FINDINGS` in the report of a sample: 1, 0 (or not mentioned) or -1
+    (uncertain, or without a report).
+    """
+    from medvl.data.reports.labeler import label_report
+
+    report = "\n".join(sample.sections.values())
+    labels = label_report(report)
+    unknown = NEGATIVE if report.strip() else UNCERTAIN
+    return tuple(labels.get(name, unknown) for name in FINDINGS)
 
 
 def add_altered(
@@ -42,3 +54,8 @@ def add_altered(
         values = (ids_NT[part], mask_NT[part], torch.tensor(differs))
         for field, value in zip(fields, values, strict=True):
             setattr(batch, field, value)
+        if fields == _DENIED:
+            from medvl.data.reports.denials import turn_findings
+
+            turned = [turn_findings(text).turned for text in batch.texts]
+            batch.turned_BL = torch.tensor(turned, dtype=torch.int8)

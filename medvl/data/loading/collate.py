@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medvl.data.loading.altered_texts import add_altered, alter_texts
+from medvl.data.loading.altered_texts import add_altered, alter_texts, report_findings
 from medvl.data.loading.boxed_phrases import BoxedPhrase, boxed_phrases, stack_phrases
 from medvl.data.loading.stacking import grouped, pad_rows, stack, stack_some
 from medvl.data.reports.cleaning import swap_laterality
@@ -167,6 +167,8 @@ class Item:
     """
     phrases: tuple[BoxedPhrase, ...] = ()
     """Where the system needs them."""
+    findings: tuple[int, ...] = ()
+    """Values of the findings of the report, where the system reads denied texts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -353,6 +355,7 @@ class ItemMaker:
             self._prompt(sample, views),
             views.volume_CDHW,
             tuple(each._replace(text=self._as_image(each.text, views)) for each in views.phrases),
+            report_findings(sample) if self.inputs.denied_text else (),
         )
 
     def _prompt(self, sample: Sample, views: Views) -> tuple[int, ...]:
@@ -538,6 +541,8 @@ class Collate:
             batch.statement_ids_BST, batch.statement_mask_BST = grouped(
                 self.tokenizer(texts or [""]), sizes
             )
+        if self.inputs.denied_text:
+            batch.found_BL = torch.tensor([item.findings for item in items], dtype=torch.int8)
         if self.inputs.boxed_phrases:
             batch.phrases, batch.phrase_cover_BSHW = stack_phrases([item.phrases for item in items])
         if self._linker is not None:

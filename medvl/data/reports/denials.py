@@ -1,25 +1,31 @@
-"""Reports with the polarity of their findings exchanged, as hard negatives of a text.
+"""Reports with their findings denied, as hard negatives of a text.
 
-    turn_findings("There is a small left pleural effusion. No pneumothorax.")
-    # "There is no small left pleural effusion. Pneumothorax."
+    turn_findings("There is a small left pleural effusion. No pneumothorax.").text
+    # "There is no small left pleural effusion. No pneumothorax."
+    turn_findings("No pneumothorax.").text      # "Pneumothorax."
 
-A sentence whose findings are all present, or all absent, is reworded: "There is no", "is not", a
-"no" before it, or without these words. The labeler reads the result. Where it does not read every
-finding with the other value, and of sentences with both, the statements of the findings take the
-sentence's place ("There is no pleural effusion of the left side."). Doubtful findings, and
-sentences without a finding, stay.
+Of a text that affirms findings, these are denied and all others stay, so that the two texts differ
+by what an image without the findings shows. Of a text that only denies findings, these are
+affirmed.
+
+A sentence is reworded: "There is no", "is not", a "no" before it, or without these words. The
+labeler reads the result. Where it does not read every finding with the other value, and of
+sentences with other findings too, the statements of the findings take the sentence's place ("There
+is no pleural effusion of the left side."). Doubtful findings, and sentences without a finding,
+stay.
 """
 
 import functools
 import re
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from medvl.data.reports.labeler import find_mentions, sentence_runs, single_marks
 from medvl.data.reports.sentences import sentence_spans
 from medvl.data.reports.statements import place_of, places_of, statement
-from medvl.schema import NEGATIVE, POSITIVE, UNCERTAIN
+from medvl.schema import FINDINGS, NEGATIVE, POSITIVE
 
-_OTHER = {POSITIVE: NEGATIVE, NEGATIVE: POSITIVE, UNCERTAIN: UNCERTAIN}
+_OTHER = {POSITIVE: NEGATIVE, NEGATIVE: POSITIVE}
 _THERE_IS = re.compile(r"^(there (?:is|are|was|were)) (?:(?:an?|some|the) )?", re.IGNORECASE)
 _NO_SUCH = re.compile(
     r"^(?:(there (?:is|are|was|were)) )?no (?:(?:definite |convincing |radiographic )?"
@@ -32,40 +38,67 @@ _NOT = re.compile(r"\bnot ", re.IGNORECASE)
 _WITHOUT = re.compile(r"\b(?:without(?: evidence of)?|free of)\b", re.IGNORECASE)
 
 
-def turn_findings(text: str) -> str:
-    """Return a text in which the findings that it affirms are denied, and those that it denies are
-    affirmed; the text itself where it names no finding.
+class Denial(NamedTuple):
+    """A text with its findings turned."""
+
+    text: str
+    turned: tuple[int, ...]
+    """Of each of `FINDINGS`: 1 where it was affirmed and is denied, -1 where it was denied and is
+    affirmed, else 0.
+    """
+
+
+@functools.lru_cache(maxsize=8192)
+def turn_findings(text: str) -> Denial:
+    """Return a text in which the findings that it affirms are denied; of a text that affirms none,
+    those that it denies are affirmed. The text itself where it names no finding.
 
     Only sentences change; white space between them stays.
     """
     marked = single_marks(text)
     spans = sentence_spans(marked)
+    runs = [
+        (spans[first][0], spans[behind - 1][1])
+        for first, behind in sentence_runs([marked[start:stop] for start, stop in spans])
+    ]
+    values = {each.value for start, stop in runs for each in find_mentions(text[start:stop])}
+    value = POSITIVE if POSITIVE in values else NEGATIVE
     pieces: list[str] = []
+    turned: set[str] = set()
     end = 0
-    for first, behind in sentence_runs([marked[start:stop] for start, stop in spans]):
-        start, stop = spans[first][0], spans[behind - 1][1]
-        pieces += [text[end:start], _turn_sentence(text[start:stop])]
+    for start, stop in runs:
+        sentence, found = _turn_sentence(text[start:stop], value)
+        pieces += [text[end:start], sentence]
+        turned |= found
         end = stop
-    return "".join([*pieces, text[end:]])
+    sign = 1 if value == POSITIVE else -1
+    return Denial(
+        "".join([*pieces, text[end:]]), tuple(sign * (name in turned) for name in FINDINGS)
+    )
 
 
 @functools.lru_cache(maxsize=8192)
-def _turn_sentence(sentence: str) -> str:
+def _turn_sentence(sentence: str, value: int) -> tuple[str, frozenset[str]]:
+    """Return a sentence in which the findings of a value have the other one, and these findings."""
     mentions = find_mentions(sentence)
-    values = {mention.value for mention in mentions}
-    if not values & {POSITIVE, NEGATIVE}:
-        return sentence
-    wanted = {(each.finding, _OTHER[each.value]) for each in mentions}
-    if len(values) == 1:
-        words = _deny(sentence) if values == {POSITIVE} else _affirm(sentence)
-        for each in words:
-            if {(found.finding, found.value) for found in find_mentions(each)} == wanted:
-                return each
-    turned = [
-        statement(each.finding, _OTHER[each.value], place_of(*places))
+    found = frozenset(each.finding for each in mentions if each.value == value)
+    if not found:
+        return sentence, found
+    wanted = {(each.finding, _turned(each.value, value)) for each in mentions}
+    if all(each.value == value for each in mentions):
+        words = _deny(sentence) if value == POSITIVE else _affirm(sentence)
+        for text in words:
+            if {(each.finding, each.value) for each in find_mentions(text)} == wanted:
+                return text, found
+    statements = [
+        statement(each.finding, _turned(each.value, value), place_of(*places))
         for each, places in zip(mentions, places_of(mentions), strict=True)
     ]
-    return " ".join(dict.fromkeys(turned))
+    return " ".join(dict.fromkeys(statements)), found
+
+
+def _turned(own: int, value: int) -> int:
+    return _OTHER[own] if own == value else own
 
 
 def _deny(sentence: str) -> Iterator[str]:

@@ -247,8 +247,8 @@ def altered_texts(
 
     With d the scaled cosine of an image with the text minus that with the altered one, it is the
     mean of log(1 + exp(-d)) of the own image, and of the mean of log(1 + exp(d)) over the others.
-    Without the other images, a model could learn this from the texts alone, because released texts
-    affirm findings and altered ones deny them.
+    Without the other images, a model could learn denials from the texts alone, because released
+    texts affirm findings and altered ones deny them.
 
     Args:
         image_NE: all images.
@@ -271,6 +271,23 @@ def altered_texts(
         total_K = F.softplus(margin_KN).masked_fill(~other_KN, 0.0).sum(dim=1)
         both_K = (own_loss_K + total_K / count_K.clamp(min=1)) / 2
         return torch.where(count_K > 0, both_K, own_loss_K)
+
+
+def denial_holds(turned_KL: Tensor, found_NL: Tensor) -> Tensor:
+    """Return (K, N) bool: whether an image contradicts a text, and agrees with its denial.
+
+    An image contradicts a text that affirms findings where its report has none of them, not even
+    with doubt, and a text that only denies findings where its report has one of them.
+
+    Args:
+        turned_KL: 1 for findings that a text affirms and its denial denies, -1 for those that it
+            denies and its denial affirms, else 0.
+        found_NL: values of the findings of each image: 1, 0 or -1 (uncertain).
+    """
+    affirmed_KL, denied_KL = (turned_KL > 0).float(), (turned_KL < 0).float()
+    none_KN = affirmed_KL @ (found_NL != 0).float().T == 0
+    any_KN = denied_KL @ (found_NL > 0).float().T > 0
+    return torch.where(affirmed_KL.any(dim=1)[:, None], none_KN, any_KN)
 
 
 def label_similarity(

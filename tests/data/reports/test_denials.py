@@ -4,6 +4,7 @@ import pytest
 
 from medvl.data.reports.denials import turn_findings
 from medvl.data.reports.labeler import label_report
+from medvl.schema import FINDINGS
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,7 @@ from medvl.data.reports.labeler import label_report
         ("The heart is normal in size.", "There is cardiomegaly."),
         (
             "Small left effusion, no pneumothorax.",
-            "There is no pleural effusion of the left side. There is pneumothorax.",
+            "There is no pleural effusion of the left side. There is no pneumothorax.",
         ),
         ("Pneumothorax: none", "There is pneumothorax."),
         ("Possible pneumonia.", "Possible pneumonia."),
@@ -29,21 +30,29 @@ from medvl.data.reports.labeler import label_report
     ],
 )
 def test_sentences_are_turned_round(text: str, turned: str) -> None:
-    assert turn_findings(text) == turned
+    assert turn_findings(text).text == turned
 
 
 def test_other_sentences_and_white_space_stay() -> None:
     text = "Comparison: none.\n\nNo edema.  The spine is normal.\n Possible pneumonia. "
     expected = "Comparison: none.\n\nEdema.  The spine is normal.\n Possible pneumonia. "
-    assert turn_findings(text) == expected
+    assert turn_findings(text).text == expected
 
 
-def test_every_finding_of_a_turned_text_has_the_other_value() -> None:
+def test_affirmed_findings_are_denied_and_all_others_stay() -> None:
     text = (
         "The lungs are clear. There is mild cardiomegaly, unchanged. Left basal atelectasis is "
-        "seen with a small effusion. No pneumothorax or edema; there is a nodule."
+        "seen with a small effusion, no edema. No pneumothorax; there is a nodule. Possible "
+        "pneumonia."
     )
-    before, after = label_report(text), label_report(turn_findings(text))
-    names = before.keys() - {"No Finding", "Lung Opacity"}
-    assert len(names) == 6
-    assert {name: 1 - before[name] for name in names} == {name: after[name] for name in names}
+    denial = turn_findings(text)
+    before, after = label_report(text), label_report(denial.text)
+    turned = {name for name, value in zip(FINDINGS, denial.turned, strict=True) if value == 1}
+    assert turned == {"Cardiomegaly", "Atelectasis", "Pleural Effusion", "Lung Lesion"}
+    assert set(denial.turned) == {0, 1}
+    names = before.keys() - {"No Finding"}
+    assert {name: 0 if name in turned else before[name] for name in names} == {
+        name: after[name] for name in names
+    }
+    again = turn_findings(denial.text)  # which affirms none
+    assert set(again.turned) == {0, -1}

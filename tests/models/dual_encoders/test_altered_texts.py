@@ -50,17 +50,14 @@ def test_term_is_the_cross_entropy_of_own_and_altered_text(
     other_BE = model.encode_text(batch.denied_ids_BT, batch.denied_mask_BT)
     scale = model.scale() if model.learns_scale else 1 / model.config.temperature
     expected = torch.zeros(())
-    images = [0, 1, 2, 4, 5, 6]  # the fourth pair has no image; the second and last text are equal
-    equal = {(1, 6), (6, 1)} if name == "siglip" else set()
-    for row in (1, 2, 5, 6):
-        margins = {each: scale * image_BE[each] @ (own_BE[row] - other_BE[row]) for each in images}
-        others = [
-            torch.log1p(margin.exp())
-            for each, margin in margins.items()
-            if each != row and (each, row) not in equal
-        ]
-        own = torch.log1p((-margins[row]).exp())
-        expected = expected + (own + sum(others) / len(others)) / 2 / 4
+    contradict = {1: [0, 2], 2: [1, 4, 6], 5: [1, 6], 6: [0, 2, 4]}  # the fourth has no image
+    rows = [1, 2, 5, 6]
+    for row in rows:
+        margin_N = scale * image_BE @ (own_BE[row] - other_BE[row])
+        loss = torch.log1p((-margin_N[row]).exp())
+        if term == "denied":
+            loss = (loss + torch.log1p(margin_N[contradict[row]].exp()).mean()) / 2
+        expected = expected + loss / len(rows)
     torch.testing.assert_close(result.terms[term], expected)
     torch.testing.assert_close(result.total, without(batch).total + 0.5 * expected)
     parameters = [each for each in model.parameters() if each.requires_grad]
@@ -93,6 +90,21 @@ def test_equal_texts_have_a_loss_of_the_logarithm_of_two() -> None:
     torch.testing.assert_close(alone_K, torch.log1p((-20 * cosine_K).exp()))
     with pytest.raises(ValueError, match="expected"):
         losses.altered_texts(image_NE, text_KE, text_KE[:2], own_K, nobody_KN, 10.0)
+
+
+def test_images_that_contradict_a_text() -> None:
+    turned_KL = torch.tensor([[1, 1, 0], [0, -1, -1], [0, 0, 0]])
+    found_NL = torch.tensor([[0, 0, 1], [0, 1, 0], [0, -1, 0], [1, 1, 1]])
+    holds = losses.denial_holds(turned_KL, found_NL).tolist()
+    assert holds[0] == [True, False, False, False]  # none of both, not even with doubt
+    assert holds[1] == [True, True, False, True]  # one of them
+
+
+def test_texts_that_no_image_contradicts_do_not_count() -> None:
+    batch = altered_batch()
+    assert batch.found_BL is not None
+    result = siglip().eval()(dataclasses.replace(batch, found_BL=-torch.ones_like(batch.found_BL)))
+    assert result.terms["denied"].item() == 0
 
 
 def test_wrong_settings_and_batches_are_refused() -> None:

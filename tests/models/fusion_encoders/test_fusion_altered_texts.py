@@ -27,14 +27,14 @@ from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
 from medvl.models import MedViLLConfig
-from medvl.schema import Inputs, Sample
+from medvl.schema import FINDINGS, Inputs, Sample
 
 TOKENIZER = tiny_tokenizer()
 
 
 KINDS = {
     "mirrored": ("mirror_weight", "itm_mirror", "has_mirror_B", [0, 3]),
-    "denied": ("denial_weight", "itm_denial", "has_denial_B", [0, 1, 2, 3]),
+    "denied": ("denial_weight", "itm_denial", "has_denial_B", [0, 2, 3]),
 }
 """Setting, term, field of the batch, and the rows of the samples that count."""
 
@@ -54,12 +54,15 @@ def altered_batch(**fields: Any) -> Any:
     [*((name, "mirrored") for name in sorted(TINY)), ("m3ae", "denied"), ("lxmert", "denied")],
 )
 def test_term_is_the_matching_loss_of_texts_and_altered_texts(name: str, kind: str) -> None:
-    """Rows 0 and 3 name a side; rows 1 and 2 do not count, with whatever text."""
+    """Rows 0 and 3 name a side; rows 1 and 2 do not count, with whatever text. No image has the
+    finding that row 1 denies.
+    """
     setting, term, field, rows = KINDS[kind]
     model, batch = altered_model(name, kind), altered_batch()
     needed = {"mirrored": Inputs(mirrored_text=True), "denied": Inputs(denied_text=True)}[kind]
     assert dataclasses.replace(model.inputs, entities=None) == needed
-    assert getattr(batch, field).nonzero()[:, 0].tolist() == rows
+    altered = {"mirrored": rows, "denied": [0, 1, 2, 3]}[kind]
+    assert getattr(batch, field).nonzero()[:, 0].tolist() == altered
     torch.manual_seed(0)
     result = model(batch)
     torch.manual_seed(0)
@@ -73,9 +76,9 @@ def test_term_is_the_matching_loss_of_texts_and_altered_texts(name: str, kind: s
     )
     match, mismatch = model.match(text, image)[rows], model.match(other, image)[rows]
     expected = -(match.log_softmax(dim=1)[:, 1] + mismatch.log_softmax(dim=1)[:, 0]).mean() / 2
-    if kind == "denied":  # the next image is another one: the altered text is its match
+    if kind == "denied":  # the altered text is the match of an image that contradicts the text
         following = image.rows(torch.tensor([1, 2, 3, 0]))
-        none, match = model.match(text, following), model.match(other, following)
+        none, match = model.match(text, following)[rows], model.match(other, following)[rows]
         swapped = -(match.log_softmax(dim=1)[:, 1] + none.log_softmax(dim=1)[:, 0]).mean() / 2
         expected = (expected + swapped) / 2
     torch.testing.assert_close(result.terms[term], expected)
@@ -179,6 +182,10 @@ def test_loader_makes_denials_beside_mirrors() -> None:
         assert torch.equal(fields[1], mask_BT[part])
     assert batch.has_mirror_B.tolist() == [True, False, False]
     assert batch.has_denial_B.tolist() == [True, True, False]
+    effusion, pneumothorax = FINDINGS.index("Pleural Effusion"), FINDINGS.index("Pneumothorax")
+    assert batch.turned_BL.nonzero().tolist() == [[0, effusion], [1, pneumothorax]]
+    assert [int(batch.turned_BL[0, effusion]), int(batch.turned_BL[1, pneumothorax])] == [1, -1]
+    assert batch.found_BL.nonzero().tolist()[0] == [0, effusion]
 
 
 @pytest.mark.parametrize("name", ["mirror_weight", "denial_weight"])

@@ -115,13 +115,13 @@ class AlteredTextConfig(DualEncoderConfig):
 
     mirror_weight: float = 0.0
     """Weight of the cross-entropy of each text that names a side against the same text with left
-    and right exchanged: its image prefers the text, other images the altered one
-    (`losses.altered_texts`). Other texts of the batch seldom differ only by a side; 0, as
-    published, turns it off.
+    and right exchanged, with its image (`losses.altered_texts`). Other texts of the batch seldom
+    differ only by a side; 0, as published, turns it off.
     """
     denial_weight: float = 0.0
-    """The same for each text that names a finding, and the same text with the polarity of its
-    findings exchanged (`medvl.data.reports.denials`), as other texts seldom differ by a "no" alone.
+    """The same for each text that names a finding, and the same text with its findings denied
+    (`medvl.data.reports.denials`), which images that contradict the text prefer. Other texts of the
+    batch seldom differ by a "no" alone.
     """
 
     def __post_init__(self) -> None:

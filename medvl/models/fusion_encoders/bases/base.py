@@ -453,9 +453,9 @@ class FusionConfig(TowersConfig):
     side; 0, as published, turns it off.
     """
     denial_weight: float = 0.0
-    """The same for each text that names a finding, and the same text with the polarity of its
-    findings exchanged (`medvl.data.reports.denials`), as random negatives seldom differ by a "no"
-    alone; with another image, the denied text is the match.
+    """The same for each text that names a finding, and the same text with its findings denied
+    (`medvl.data.reports.denials`), as random negatives seldom differ by a "no" alone; with an image
+    that contradicts the text, the denied text is the match.
     """
     fusion_lr_mult: float = 5.0
     """Learning rate of the fusion-encoder and of its input projections, as a multiple of the

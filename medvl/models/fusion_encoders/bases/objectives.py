@@ -392,14 +392,16 @@ AlteredKind = Literal["mirrored", "denied"]
 
 
 class AlteredTexts(NamedTuple):
-    """The texts of a batch with left and right, or the polarity of findings, exchanged."""
+    """The texts of a batch with left and right exchanged, or with their findings denied."""
 
     ids_BT: Tensor
     mask_BT: Tensor
     counted_B: Tensor
-    """bool: complete samples whose text the exchange alters."""
+    """bool: complete samples whose altered text is another one; of denied texts, those that an
+    image of the batch contradicts.
+    """
     other_B: Tensor
-    """bool: those of them whose next sample has an image, and is another one."""
+    """Row of the next image that contradicts a denied text; of mirrored ones, its own."""
 
 
 class PairModel(Protocol):
@@ -419,10 +421,11 @@ class AlteredTextMatching(Objective[Encoded, AlteredTexts, Tensor]):
     with its findings denied.
 
     The text is a match and the altered one is none, so that both classes are equally frequent. With
-    the next image of the batch, a denied text is a match and the text is none: the texts alone do
-    not tell what matches, though released ones affirm and altered ones deny. Texts that the
-    exchange does not alter, and samples without an image or a text, do not count. Both texts are
-    encoded unmasked; the images are those of the other objectives.
+    the next image of the batch that contradicts it (`losses.denial_holds`), a denied text is a
+    match and the text is none: the texts alone do not tell what matches, though released ones
+    affirm and altered ones deny. Texts that are not altered, denied ones that no image contradicts,
+    and samples without an image or a text do not count. Both texts are encoded unmasked; the images
+    are those of the other objectives.
 
     Args:
         weight: factor of the term.
@@ -452,14 +455,22 @@ class AlteredTextMatching(Objective[Encoded, AlteredTexts, Tensor]):
             raise ConfigError(message, "missing", field=f"{self.kind}_ids_BT")
         for has_B in (batch.has_image_B, batch.has_text_B):
             counted_B = counted_B if has_B is None else counted_B & has_B
-        other_B = counted_B & (len(counted_B) > 1)
+        row_B = torch.arange(len(counted_B), device=counted_B.device)
+        if self.kind == "mirrored":
+            return AlteredTexts(ids_BT, mask_BT, counted_B, row_B)
+        if batch.turned_BL is None or batch.found_BL is None:
+            message = "expected findings of the texts: open the loader with inputs=model.inputs"
+            raise ConfigError(message, "missing", field="turned_BL")
+        holds_BB = losses.denial_holds(batch.turned_BL, batch.found_BL)
         if batch.has_image_B is not None:
-            other_B = other_B & batch.has_image_B.roll(-1)
-        return AlteredTexts(ids_BT, mask_BT, counted_B, other_B)
+            holds_BB = holds_BB & batch.has_image_B
+        next_BB = (row_B[None, :] - row_B[:, None] - 1) % len(row_B)  # 0: the row behind
+        other_B = next_BB.masked_fill(~holds_BB, len(row_B)).argmin(dim=1)
+        return AlteredTexts(ids_BT, mask_BT, counted_B & holds_BB.any(dim=1), other_B)
 
     def predict(self, encoded: Encoded, corruption: AlteredTexts) -> Tensor:
         """(2 B, 2): logits of the texts, then of the altered ones, each with its own image; of
-        denied texts (4 B, 2), the same again, each with the next image.
+        denied texts (4 B, 2), the same again, each with an image that contradicts the text.
         """
         batch = encoded.batch
         ids_MT = torch.cat([batch.ids_BT, corruption.ids_BT])
@@ -469,7 +480,7 @@ class AlteredTextMatching(Objective[Encoded, AlteredTexts, Tensor]):
         row_B = torch.arange(len(batch.ids_BT), device=batch.ids_BT.device)
         if self.kind == "mirrored":
             return self.model.match(text, encoded.image.rows(row_B.repeat(2)))
-        image_M = torch.cat([row_B.repeat(2), row_B.roll(-1).repeat(2)])
+        image_M = torch.cat([row_B.repeat(2), corruption.other_B.repeat(2)])
         text_M = torch.arange(2 * len(row_B), device=row_B.device).repeat(2)
         return self.model.match(text.rows(text_M), encoded.image.rows(image_M))
 
@@ -481,7 +492,7 @@ class AlteredTextMatching(Objective[Encoded, AlteredTexts, Tensor]):
         counted = [counted_B, counted_B]
         if self.kind == "denied":
             matched += [~own_B, own_B]
-            counted += [corruption.other_B, corruption.other_B]
+            counted += [counted_B, counted_B]
         return losses.itm(predictions, torch.cat(matched), torch.cat(counted))
 
 
