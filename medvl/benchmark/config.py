@@ -102,6 +102,8 @@ class CorpusConfig:
     """Shards of questions: folder of train and test."""
     questions_valid: str | None = None
     """Shards of questions of other patients, for the fine-tuning."""
+    choices: str | None = None
+    """Shards of multiple-choice questions: folder of train and test."""
     reports: str | None = None
     """Shards for report generators: folder of train and test."""
     words: str | None = None

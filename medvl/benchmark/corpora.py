@@ -238,7 +238,8 @@ def _expected(corpus: CorpusConfig) -> list[tuple[str, Path]]:
     shards += [("extra_train", path) for path in corpus.extra_train]
     optional = ("phrases", "changes", "masks", "questions_valid")
     shards += [(name, value) for name in optional if (value := getattr(corpus, name)) is not None]
-    for name, home in (("questions", corpus.questions), ("reports", corpus.reports)):
+    for name in ("questions", "choices", "reports"):
+        home = getattr(corpus, name)
         shards += [(name, f"{home}/{split}") for split in ("train", "test") if home is not None]
     vocabularies = [
         ("tokenizer", corpus.tokenizer),

@@ -272,6 +272,7 @@ def _evaluation_hash(run: Run, task: str) -> str:
         "grounding": ("phrases",),
         "change": ("changes",),
         "questions": ("questions", "questions_valid"),
+        "multiple-choice": ("choices",),
     }.get(task, ())
     chosen = relative if commands else {name: relative[name] for name in (*read, "pairs")}
     content = json.dumps([task, common, chosen, commands, run.budget.weights], sort_keys=True)

@@ -50,7 +50,7 @@ class Task:
     """Systems whose checkpoints are evaluated."""
     needs: tuple[str, ...] = ()
     """Parts of a corpus, such as phrases, without which the task is left out."""
-    data: Literal["pairs", "phrases", "changes", "questions", "reports"] = "pairs"
+    data: Literal["pairs", "phrases", "changes", "questions", "choices", "reports"] = "pairs"
     """Part of the corpus that is evaluated on."""
 
 

@@ -268,6 +268,7 @@ def test_values_of_variables_stay_one_argument(
         ("phantom-full", ["convirt"], ["change"], "shards vocab ms-cxr-t-shards"),
         ("phantom-full", ["convirt"], ["robustness"], "shards vocab site-1-shards"),
         ("phantom-full", ["r2gen"], ["reports"], "openi-words"),
+        ("phantom-full", ["convirt"], ["multiple-choice"], "shards vocab choices"),
         ("phantom-quick", ["arl"], ["matching"], "shards vocab knowledge"),
         ("phantom-quick", ["vilt"], ["questions"], "shards vocab vqa vqa-valid"),
     ],

@@ -18,7 +18,7 @@ from medvl.data.annotations import Question
 from medvl.data.loading.sources import color_for
 from medvl.data.loading.studies import QuestionSource
 from medvl.data.shards.source import ShardSource
-from medvl.errors import EvaluationError
+from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.full_pass import check_disjoint_patients
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, subgroups_of
 from medvl.eval.core.results import LineFields, Lines, Results
@@ -26,6 +26,7 @@ from medvl.eval.evaluation import LineResult, ModelEvaluation, Setup
 from medvl.eval.html.page import Section
 from medvl.eval.html.tables import Table, metric_cell
 from medvl.eval.registry import register_evaluation
+from medvl.eval.trial import Column, Task, Trial
 from medvl.eval.vqa.choice_metrics import (
     ACCURACY,
     BASELINES,
@@ -46,6 +47,7 @@ from medvl.eval.vqa.choice_metrics import (
 from medvl.eval.vqa.controls import (
     CONTROLS,
     GAIN_OVER_TEXT_ONLY,
+    SWAPPED,
     TEXT_ONLY,
     TITLES,
     check_controls,
@@ -61,7 +63,7 @@ from medvl.eval.vqa.option_scores import (
 )
 from medvl.eval.vqa.predictions import question_data
 from medvl.eval.vqa.protocol import get_protocol
-from medvl.models import VQA
+from medvl.models import VQA, DualEncoder, FusionModel, ReportGenerator
 from medvl.models.base import System, evaluating
 
 PROTOCOL = "multiple_choice"
@@ -179,6 +181,33 @@ class MultipleChoice(ModelEvaluation):
     protocols = (PROTOCOL,)
     lines = LineFields(item=("id",), needs=("right", "scores"))
     title = "Multiple choice"
+    tasks = (
+        Task(
+            fits=(DualEncoder, FusionModel, ReportGenerator),
+            needs=("choices",),
+            data="choices",
+            columns=(
+                Column(title="choices", metric=ACCURACY, targets=("overall",)),
+                Column(
+                    title="choices, gain over text only",
+                    metric=GAIN_OVER_TEXT_ONLY,
+                    targets=("overall",),
+                ),
+                Column(
+                    title="choices, most frequent text",
+                    metric=ACCURACY,
+                    targets=("overall",),
+                    subgroup=f"baseline: {BASELINES[0]}",
+                ),
+                Column(
+                    title="choices, calibration error",
+                    metric=ECE,
+                    targets=("overall",),
+                    higher_is_better=False,
+                ),
+            ),
+        ),
+    )
 
     train: Path | None = None
     """folder of shards with the training questions, of which the mean image and the baselines are
@@ -286,6 +315,22 @@ class MultipleChoice(ModelEvaluation):
             {question.id: rng.permutation(len(question.options)).tolist() for question in questions}
             for _ in range(self.shuffles)
         ]
+
+    @classmethod
+    def for_trial(cls, task: Task, trial: Trial) -> "MultipleChoice":
+        """Return the evaluation with two controls; raises EvaluationError "unsupported" for a
+        system that scores no options.
+        """
+        try:
+            option_scorer(trial.model(), Templates(), get_protocol("medvl"))
+        except ConfigError as error:
+            raise EvaluationError(str(error), "unsupported", field="score") from None
+        return cls(
+            checkpoint=trial.checkpoint,
+            data=trial.data,
+            train=trial.data.parent / "train",
+            controls=(TEXT_ONLY, SWAPPED),
+        )
 
     def main_rows(self, results: Results) -> list[tuple[str, MetricRow]]:
         named = {
