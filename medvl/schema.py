@@ -358,7 +358,7 @@ class Batch:
     from the text's.
     """
     prior_BCHW: Tensor | None = None
-    """uint8: the patient's previous image (`Inputs.prior_image`)."""
+    """uint8: the patient's previous image (`Inputs.prior_image`), one for each of `image_BCHW`."""
     has_prior_B: Tensor | None = None
     """bool: False where a sample has no previous image and its pixels are a placeholder."""
     other_view_BCHW: Tensor | None = None

@@ -52,7 +52,7 @@ class Recipe:
     that head.
     """
     earlier_image: bool = False
-    """Read the patient's earlier image beside the current one, for questions about differences."""
+    """Read the patient's earlier image as well, for questions about differences."""
     protocol: str = "medvl"
     """Comparison of answers, and the questions whose answers are the vocabulary."""
     data: VQADataConfig

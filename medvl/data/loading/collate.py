@@ -496,6 +496,11 @@ class Collate:
         )
         add_altered(batch, altered, ids_BT[rows:], mask_BT[rows:])
         self._add_inputs(batch, samples)
+        if self.inputs.prior_image:
+            priors = dict(zip(names, (item.prior_image_HWC for item in samples), strict=True))
+            batch.prior_BCHW, batch.has_prior_B = stack_some(
+                list(priors.values()), samples[0].image_HWC
+            )
         if self.inputs.regions:
             self._add_regions(batch, list(regions.values()))
         volumes = [item.volume_CDHW for item in samples if item.volume_CDHW is not None]
@@ -550,9 +555,6 @@ class Collate:
 
             batch.entity_BN, batch.mention_BT = self._linker(batch.ids_BT, batch.mask_BT)
             batch.image_entity_BN = pad_entities([item.entities for item in items])
-        if self.inputs.prior_image:
-            priors = [item.prior_image_HWC for item in items]
-            batch.prior_BCHW, batch.has_prior_B = stack_some(priors, items[0].image_HWC)
         if self.inputs.prompt is not None:
             prompts = [item.prompt for item in items]
             batch.prompt_ids_BT = pad_ids(prompts, 0)

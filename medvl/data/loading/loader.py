@@ -101,8 +101,9 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         self._draws_views = draws_views
         prompt = maker.inputs.prompt
         self._reads_prior = prompt is not None and prompt.reads_prior
-        needs_prior = maker.inputs.prior_image or self._reads_prior
-        self._prior_N = prior_positions(source) if needs_prior else None
+        self._prior_pixels = getattr(source, "prior_pixels", None)
+        needs_prior = maker.inputs.prior_image and self._prior_pixels is None
+        self._prior_N = prior_positions(source) if needs_prior or self._reads_prior else None
         if self._prior_N is not None and (self._prior_N == NO_PRIOR).all():
             message = (
                 "no sample has a prior image: convert a corpus that has the order of a "
@@ -202,10 +203,16 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         pixels, other = self._pixels_of_study(epoch, position, key)
         if pixels is None:
             return self.maker.placeholder(self.color)
+        prior = self._prior(position) if self.maker.inputs.prior_image else None
+        return self.maker.views(key, pixels, epoch, prior, sample, other)
+
+    def _prior(self, position: int) -> np.ndarray | None:
+        """Return the decoded prior image, None where the sample has none."""
+        if self._prior_pixels is not None:
+            pixels: np.ndarray | None = self._prior_pixels(position, self.color)
+            return pixels
         prior = NO_PRIOR if self._prior_N is None else int(self._prior_N[position])
-        reads_pixels = self.maker.inputs.prior_image and prior != NO_PRIOR
-        prior_pixels = self._pixels(prior) if reads_pixels else None
-        return self.maker.views(key, pixels, epoch, prior_pixels, sample, other)
+        return None if prior == NO_PRIOR else self._pixels(prior)
 
     def _volume_views(
         self, epoch: int, position: int, key: str, sample: Sample, slices: int
@@ -532,14 +539,20 @@ def _check_inputs(inputs: Inputs, source: Source, image_keys: Sequence[str] | No
             "missing",
             field="labels",
         )
-    shares_or_regions = image_keys is not None or inputs.regions
-    if shares_or_regions and (inputs.second_image or inputs.prior_image):
-        field = "second_image" if inputs.second_image else "prior_image"
+    if inputs.second_image and (image_keys is not None or inputs.regions):
         message = (
-            f"{field} is unsupported where samples share an image, and with regions in "
-            f"place of pixels"
+            "second_image is unsupported where samples share an image, and with regions in "
+            "place of pixels"
         )
-        raise ConfigError(message, "conflict", field=field)
+        raise ConfigError(message, "conflict", field="second_image")
+    if inputs.prior_image and (
+        inputs.regions or (image_keys is not None and not hasattr(source, "prior_pixels"))
+    ):
+        message = (
+            "prior_image is unsupported with regions in place of pixels, and where samples share "
+            "an image, unless the source has the prior image of each (prior_pixels)"
+        )
+        raise ConfigError(message, "conflict", field="prior_image")
     _check_regions(inputs, source)
 
 

@@ -31,7 +31,8 @@ class Source(Protocol):
     """Random access to samples and their pixels.
 
     A source may also have `folder` (for messages), `image_keys`, `region_manifest` with
-    `regions(position)`, and `has_volumes` with `volume(position, slices)`.
+    `regions(position)`, `has_volumes` with `volume(position, slices)`, and `prior_pixels(position,
+    color)`, the prior image of a sample or None; by default `prior_positions` finds it.
     """
 
     label_names: tuple[str, ...]

@@ -13,7 +13,6 @@ from medvl.data.annotations import Question, frontal_or_lateral, questions_of
 from medvl.data.loading.sources import Source, SourceView, Subset
 from medvl.data.shards.regions import Regions
 from medvl.data.shards.source import ShardSource
-from medvl.data.transforms.image import resize
 from medvl.errors import ConfigError, CorpusError, ImageError
 from medvl.schema import Sample
 
@@ -176,8 +175,8 @@ class QuestionSource:
         vocabulary: normalized answers.
         normalize: answer normalizer; must be picklable (a module-level function) for the loader's
             workers.
-        earlier: show the prior image of a sample (`prior_positions`) beside its own, for questions
-            about a difference (`side_by_side`).
+        earlier: find the prior image of each sample (`prior_positions`), for questions about a
+            difference.
 
     Attributes:
         questions: the questions with the positions of their images.
@@ -185,6 +184,7 @@ class QuestionSource:
 
     Raises:
         CorpusError: the shards hold no question of that split.
+        ConfigError: `earlier`, and no image has a prior one.
     """
 
     def __init__(
@@ -198,6 +198,9 @@ class QuestionSource:
     ) -> None:
         self.source = source
         self._prior_N = prior_positions(source) if earlier else None
+        if self._prior_N is not None and (self._prior_N == NO_PRIOR).all():
+            message = f"{source.folder}: no image has an earlier one; leave earlier_image out"
+            raise ConfigError(message, "unsupported", field="earlier_image")
         self.split = split
         self.normalize = normalize
         self.label_names = tuple(vocabulary)
@@ -238,34 +241,24 @@ class QuestionSource:
         """Return the decoded image of the question at `position`. Raises ImageError or
         ShardError.
         """
-        return self.image_pixels(self.questions[position].image, color)
+        return self.source.pixels(self.questions[position].image, color)
 
-    def image_pixels(self, image: int, color: bool | None = None) -> np.ndarray:
-        """Return the decoded image at a position of the shards, beside the earlier one where that
-        is shown. Raises ImageError or ShardError.
+    def prior_pixels(self, position: int, color: bool | None = None) -> np.ndarray | None:
+        """Return the decoded image before that of the question at `position`, None where there is
+        none or it is not needed. Raises ImageError or ShardError.
         """
-        pixels = self.source.pixels(image, color)
-        if self._prior_N is None:
-            return pixels
-        prior = int(self._prior_N[image])
-        earlier = np.zeros_like(pixels) if prior == NO_PRIOR else self.source.pixels(prior, color)
-        return side_by_side(earlier, pixels)
+        return self.prior_of_image(self.questions[position].image, color)
+
+    def prior_of_image(self, image: int, color: bool | None = None) -> np.ndarray | None:
+        """Return the decoded image before that at a position of the shards, as `prior_pixels`."""
+        prior = NO_PRIOR if self._prior_N is None else int(self._prior_N[image])
+        return None if prior == NO_PRIOR else self.source.pixels(prior, color)
 
     def regions(self, position: int) -> Regions:
         """Return the regions of the image of the question at `position`. Raises ImageError or
         ShardError.
         """
         return self.source.regions(self.questions[position].image)
-
-
-def side_by_side(earlier: np.ndarray, current: np.ndarray) -> np.ndarray:
-    """Return a picture of the size of the current image: the earlier image on its left half and
-    the current one on its right half, each squeezed to half of the width.
-    """
-    height, width = current.shape[:2]
-    left = resize(earlier, height, width // 2)
-    right = resize(current, height, width - width // 2)
-    return np.concatenate([left, right], axis=1)
 
 
 class AnswerSource(QuestionSource):

@@ -104,10 +104,18 @@ class ControlledQuestions:
     def pixels(self, position: int, color: bool | None = None) -> Pixels:
         """Return the image of the control. Raises ImageError or ShardError."""
         if self._pixels is None:
-            return self._questions.image_pixels(self._image(position), color)
+            return self.source.pixels(self._image(position), color)
         if color and self._pixels.ndim == 2:
             return np.repeat(self._pixels[:, :, None], 3, axis=2)
         return self._pixels
+
+    def prior_pixels(self, position: int, color: bool | None = None) -> Pixels | None:
+        """Return the earlier image of the control: that of the same patient as the image, else
+        none. Raises ImageError or ShardError.
+        """
+        if self._pixels is not None:
+            return None
+        return self._questions.prior_of_image(self._image(position), color)
 
     def regions(self, position: int) -> Regions:
         """Return the regions of the image of the control. Raises ImageError or ShardError."""

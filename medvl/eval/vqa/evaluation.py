@@ -489,7 +489,7 @@ class QuestionAnswering(Evaluation):
         color = color_for(shards, model.transform)
 
         def answers(of: Source) -> Predictions:
-            loader = setup.loader(of, model, sections=("question",))
+            loader = setup.loader(of, model, sections=("question",), inputs=model.inputs)
             return answer_questions(model, cast("QuestionLoader", loader))
 
         controls = control_sources(
@@ -501,7 +501,10 @@ class QuestionAnswering(Evaluation):
             name=f"{model.fusion_model.name} ({checkpoint})",
             inputs={"checkpoint": checkpoint_sha256(checkpoint)},
             vocabulary=model_vocabulary(model, rules),
-            explain=functools.partial(explain, model, source),
+            # attention maps are of one image
+            explain=None
+            if model.config.earlier_image
+            else functools.partial(explain, model, source),
         )
 
     def _from_files(self, questions: Sequence[Question]) -> _Answers:

@@ -65,6 +65,7 @@ from medvl.eval.vqa.predictions import question_data
 from medvl.eval.vqa.protocol import get_protocol
 from medvl.models import VQA, DualEncoder, FusionModel, ReportGenerator
 from medvl.models.base import System, evaluating
+from medvl.schema import Inputs
 
 PROTOCOL = "multiple_choice"
 PROTOCOL_VERSION = 1
@@ -260,7 +261,8 @@ class MultipleChoice(ModelEvaluation):
             }
             if order is not None:
                 options = _reordered(options, order)
-            loader = setup.loader(of, model, sections=("question",))
+            inputs = Inputs(prior_image=earlier)
+            loader = setup.loader(of, model, sections=("question",), inputs=inputs)
             return score_questions(scorer, model, loader, options)
 
         def control_scores(questions: ChoiceSource, names: Sequence[str]) -> _Scores:

@@ -173,6 +173,7 @@ def open_fusion(
     model = load(start)
     if isinstance(model, FusionTask):
         model = model.fusion_model
+        model.image_times = None  # of a task
     if not isinstance(model, FusionModel):
         if fusion is None:
             message = f"{start} is a {model.name} without a fusion-encoder; give the sizes of one"

@@ -150,6 +150,7 @@ class PTUnifier(StreamModel):
     def features(self, batch: Batch) -> Fused:
         """Replace a missing image or text by prompts."""
         image, image_query_BD = self.images_with_queries(batch)
+        image = self.with_earlier_images(image, batch)
         has_image_B = batch.has_image_B
         has_text_B = batch.has_text_B
         if batch.image_of_B is not None:

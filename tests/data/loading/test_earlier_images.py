@@ -1,16 +1,22 @@
 """Questions with the earlier image of the patient beside the current one."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import pytest
+from helpers.errors import raises
 from helpers.eval_fakes import FakeSource
 
 from medvl.data.annotations import Question
-from medvl.data.loading.studies import QuestionSource, side_by_side
+from medvl.data.loading.loader import open_loader
+from medvl.data.loading.studies import QuestionSource
+from medvl.data.tokenizer.tokenizer import train_words
+from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.text import WholeText
+from medvl.errors import ConfigError
 from medvl.eval.vqa.controls import ControlledQuestions
-from medvl.schema import Sample
+from medvl.schema import Inputs, Sample
 
 
 class Shards(FakeSource):
@@ -47,28 +53,39 @@ def vars_of(question: Question) -> dict[str, Any]:
     return question.as_json()
 
 
-def halves(picture: np.ndarray) -> tuple[int, int]:
-    left, right = np.unique(picture[:, :3]).tolist(), np.unique(picture[:, 3:]).tolist()
-    assert len(left) == len(right) == 1
-    return left[0], right[0]
+def grey(pixels: np.ndarray | None) -> int | None:
+    return None if pixels is None else int(np.unique(pixels).item())
 
 
-def test_earlier_image_is_on_the_left_half_of_a_picture_of_the_same_size() -> None:
+def test_questions_have_the_earlier_image_of_their_patient() -> None:
     shards = cast(Any, Shards())
     alone = QuestionSource(shards, "test", ("no",), str)
     beside = QuestionSource(shards, "test", ("no",), str, earlier=True)
     assert alone.fingerprint != beside.fingerprint
-    assert alone.pixels(1).tolist() == shards.images[1].tolist()
-    assert [beside.pixels(n).shape for n in range(4)] == [(8, 6)] * 4
-    assert [halves(beside.pixels(n)) for n in range(4)] == [(0, 10), (10, 60), (0, 110), (110, 160)]
+    assert [grey(alone.prior_pixels(n)) for n in range(4)] == [None] * 4
+    assert [grey(beside.pixels(n)) for n in range(4)] == [10, 60, 110, 160]
+    assert [grey(beside.prior_pixels(n)) for n in range(4)] == [None, 10, None, 110]
     swapped = ControlledQuestions(beside, image_of=[2, 3, 0, 1])
-    assert halves(swapped.pixels(1)) == (110, 160)  # both dates are the other patient's
+    assert (grey(swapped.pixels(1)), grey(swapped.prior_pixels(1))) == (160, 110)
+    mean = ControlledQuestions(beside, pixels=np.zeros((4, 4), np.uint8))
+    assert mean.prior_pixels(1) is None
+    shards.samples = shards.samples[::2]
+    with raises(ConfigError, "unsupported", "earlier_image"):
+        QuestionSource(shards, "test", ("no",), str, earlier=True)
 
 
-@pytest.mark.parametrize("shape", [(7, 5), (6, 9, 3)])
-def test_pictures_have_the_size_of_the_current_image(shape: tuple[int, ...]) -> None:
-    current = np.full(shape, 200, np.uint8)
-    picture = side_by_side(np.zeros((4, 4, *shape[2:]), np.uint8), current)
-    assert picture.shape == shape
-    assert (picture[:, : shape[1] // 2] == 0).all()
-    assert (picture[:, shape[1] // 2 :] == 200).all()
+def test_loader_reads_two_images_once_for_the_questions_that_share_them() -> None:
+    shards = cast(Any, Shards())
+    asked = Question.from_json(shards.samples[1].extra["questions"][0])
+    shards.samples[1].extra["questions"].append(dataclasses.replace(asked, id="q9").as_json())
+    source = QuestionSource(shards, "test", ("no",), str, earlier=True)
+    loader = open_loader(
+        source, batch=5, image=EvalTransform(size=16, fit="squash"),
+        text=WholeText(sections=("question",)), tokenizer=train_words(["Changed ?"], min_frequency=1),
+        train=False, workers=0, inputs=Inputs(prior_image=True),
+    )  # fmt: skip
+    [batch] = loader
+    assert batch.image_of_B.tolist() == [0, 1, 1, 2, 3]
+    assert batch.image_BCHW[:, 0, 0, 0].tolist() == [10, 60, 110, 160]
+    assert batch.prior_BCHW[:, 0, 0, 0].tolist() == [0, 10, 0, 110]
+    assert batch.has_prior_B.tolist() == [False, True, False, True]

@@ -358,3 +358,38 @@ def test_default_head_lr_mult_is_the_published_one(head: Any, rate: float) -> No
     )
     with raises(ConfigError, "out_of_range", "head_lr_mult"):
         VQAConfig(fusion="medvill", answers=ANSWERS, head=head, head_lr_mult=0.0)
+
+
+@pytest.mark.parametrize("name", ["dual_stream", "albef", "medvill", "vilt", "lxmert", "ptunifier"])
+def test_earlier_images_are_further_tokens_with_a_time(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tokenizer = tiny_tokenizer()
+    model = VQA.on(tiny_model(name, tokenizer), ANSWERS, earlier_image=True).eval()
+    assert model.inputs.prior_image
+    times = model.fusion_model.image_times
+    assert times is not None
+    batch = make_batch(tokenizer, 4, labels_BL=torch.eye(4))
+    prior_BCHW = batch.image_BCHW.roll(1, 0)
+    there_B = torch.tensor([True, True, True, False])
+    batch = dataclasses.replace(batch, prior_BCHW=prior_BCHW, has_prior_B=there_B)
+    alone = model.fusion_model.image_tokens(batch.image_BCHW)
+    tokens = model.fusion_model.images_of_rows(batch)
+    count = alone.states_BND.shape[1]
+    torch.testing.assert_close(
+        tokens.states_BND[:, :count], alone.states_BND + times.vectors.weight[0]
+    )
+    earlier = model.fusion_model.image_tokens(prior_BCHW).states_BND
+    torch.testing.assert_close(tokens.states_BND[:3, count:], earlier[:3] + times.vectors.weight[1])
+    # logits depend on the earlier image, where there is one
+    logits_BV = model.answer_logits(batch)
+    other = model.answer_logits(dataclasses.replace(batch, prior_BCHW=255 - prior_BCHW))
+    assert ((logits_BV - other).abs().amax(dim=1) > 1e-6).tolist() == there_B.tolist()
+    model(batch).total.backward()
+    assert times.vectors.weight.grad is not None
+    assert times.vectors.weight.grad.any(dim=1).all()
+    save(model, tmp_path)
+    torch.testing.assert_close(medvl.load(tmp_path).answer_logits(batch), logits_BV)
+    again = create_vqa(tmp_path, ANSWERS, fusion=DualStreamConfig())
+    assert again.fusion_model.image_times is None
+    with raises(ConfigError, "missing", "prior_BCHW"):
+        model(dataclasses.replace(batch, prior_BCHW=None))

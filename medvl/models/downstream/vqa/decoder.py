@@ -103,8 +103,8 @@ class VQAConfig(FusionTaskConfig):
     max_tokens: int = 32
     """Maximum length of a question."""
     earlier_image: bool = False
-    """Read the patient's earlier image beside the current one, as one picture
-    (`medvl.data.loading.studies.side_by_side`), for questions about their difference.
+    """Read the patient's earlier image as well, as further tokens with a learned vector of their
+    time (`FusionModel.read_earlier_images`), for questions about a difference.
     """
 
     def __post_init__(self) -> None:

@@ -351,10 +351,14 @@ def question_attention(model: FusionModel, batch: Batch) -> QuestionAttention:
     It does not depend on padding or on the rest of the batch. The forward pass keeps no weights, so
     this is a separate pass through both encoders and all fusion layers but the last.
 
-    Raises ConfigError in training mode, where cells may be left out.
+    Raises ConfigError in training mode, where cells may be left out, and for a model that reads
+    earlier images, whose cells are beside those of the image.
     """
     if model.training:
         raise ConfigError("attention maps need eval mode; call eval() first", "conflict")
+    if model.image_times is not None:
+        message = "attention maps are of one image; take a model without earlier_image"
+        raise ConfigError(message, "unsupported", field="earlier_image")
     text = model.texts_of(batch)
     maps = model.cross_attention(text, model.images_of_rows(batch))
     words_BT = _words(batch).float()
@@ -412,6 +416,13 @@ class VQA(FusionTask):
 
     def __init__(self, config: VQAConfig, fusion_model: FusionModel) -> None:
         super().__init__(config, fusion_model)
+        fusion_model.image_times = None
+        if config.earlier_image:
+            if fusion_model.inputs.regions:
+                message = f"expected a model of pixels, got regions of {fusion_model.name}"
+                raise ConfigError(message, "unsupported", field="earlier_image")
+            fusion_model.read_earlier_images()
+            self.inputs = dataclasses.replace(self.inputs, prior_image=True)
         self.answer_head = create_head(config, fusion_model)
         self.freeze_unread(reads_pooled=self.answer_head.reads_pooled)
         self.momentum: AveragedModel | None = None

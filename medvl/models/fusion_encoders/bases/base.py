@@ -32,6 +32,7 @@ from medvl.models.base import (
     System,
     TowersConfig,
     WordHead,
+    evaluating,
     init_weights,
     sample_masked_words,
     text_masking,
@@ -46,7 +47,13 @@ from medvl.models.fusion_encoders.bases.objectives import (
     MaskedLanguageModeling,
     Objective,
 )
-from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Tokens, join
+from medvl.models.fusion_encoders.parts.encoder import (
+    AttentionMaps,
+    Fused,
+    ImageTimes,
+    Tokens,
+    join,
+)
 from medvl.models.fusion_encoders.parts.inputs import ImageSource, sample_pairs
 from medvl.models.fusion_encoders.parts.transformer import ATTENTIONS, AttentionKind, Sizes
 from medvl.schema import Batch, Losses
@@ -98,11 +105,13 @@ class FusionModel(System):
     """
     masks_closing_token: bool = False
     """Whether the closing token of a text is masked like its words."""
+    image_times: ImageTimes | None
     image_between_text_tokens: ClassVar[bool] = False
     """Whether `Fused.image` starts and ends with a text token (CLS and SEP)."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        self.image_times = None
         if config.mirror_weight or config.denial_weight:
             self.inputs = dataclasses.replace(
                 self.inputs,
@@ -222,7 +231,28 @@ class FusionModel(System):
     def images_of_rows(self, batch: Batch) -> Tokens:
         """Encode the image of each row; an image that several rows share is encoded once."""
         image = self.image_tokens(self.image_input_of(batch), batch.has_image_B)
+        image = self.with_earlier_images(image, batch)
         return image if batch.image_of_B is None else image.rows(batch.image_of_B)
+
+    def read_earlier_images(self) -> None:
+        """Make the model read the patient's earlier image (`Batch.prior_BCHW`) as tokens behind
+        those of the current image, each plus a learned vector of its time.
+        """
+        side = self.config.image_size
+        pixels_1CHW = torch.zeros(1, 1, side, side, dtype=torch.uint8, device=self.device)
+        with evaluating(self):
+            width = self.image_tokens(pixels_1CHW).states_BND.shape[2]
+        self.image_times = ImageTimes(width).to(self.device)
+
+    def with_earlier_images(self, image: Tokens, batch: Batch) -> Tokens:
+        """Add the tokens of the earlier images, where the model reads these. Raises ConfigError."""
+        if self.image_times is None:
+            return image
+        if batch.prior_BCHW is None:
+            message = "expected earlier images: open the loader with inputs=model.inputs"
+            raise ConfigError(message, "missing", field="prior_BCHW")
+        earlier = self.image_tokens(batch.prior_BCHW, batch.has_prior_B)
+        return self.image_times.join(image, earlier)
 
     def match(self, text: Tokens, image: Tokens) -> Tensor:
         """(B, 2): logits of "no match" and "match" of each row."""

@@ -107,6 +107,29 @@ def join(first: Tokens, second: Tokens) -> Tokens:
     return Tokens(states_BND, torch.cat([first.real_BN(), second.real_BN()], dim=1))
 
 
+class ImageTimes(nn.Module):
+    """Learned vectors that tell tokens of the current image from those of an earlier one.
+
+    Args:
+        width: D, of the tokens.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.vectors = nn.Embedding(2, width)
+        init_weights(self)
+
+    def join(self, current: Tokens, earlier: Tokens) -> Tokens:
+        """Concatenate the tokens of both images of each sample, each plus the vector of its
+        time.
+        """
+        current_D, earlier_D = self.vectors.weight
+        return join(
+            Tokens(current.states_BND + current_D, current.mask_BN),
+            Tokens(earlier.states_BND + earlier_D, earlier.mask_BN),
+        )
+
+
 def stack(parts: Sequence[Tokens]) -> Tokens:
     """Concatenate batches of samples, padded to the longest sequence."""
     states_BND = _stack([part.states_BND for part in parts])
