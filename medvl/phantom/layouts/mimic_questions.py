@@ -26,6 +26,14 @@ _RATINGS = ("A++", "A", "C")
 _WITHOUT_ARCHIVE = 11  # each eleventh patient's studies are not in the archive
 
 
+def _beside_images(
+    root: Path, patient: Patient, options: Options, questions: Mapping[str, Any]
+) -> PatientRows:
+    """Write the images of a patient; return the rows of their tables and those of questions."""
+    rows = write_mimic_cxr_patient(root, patient, options, ".jpg")
+    return PatientRows(rows.order, {**rows.tables, **questions}, rows.truth)
+
+
 def write_mimic_cxr_vqa(
     out: Path | str,
     *,
@@ -49,7 +57,6 @@ def write_mimic_cxr_vqa(
 
 
 def _write_vqa_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
-    rows = write_mimic_cxr_patient(root, patient, options, ".jpg")
     split = SPLITS[options.split_index(patient.index)]
     lines = [
         [json.dumps({**fields, "idx": 100 * patient.index + 10 * place + number, **entry})]
@@ -57,8 +64,7 @@ def _write_vqa_patient(root: Path, patient: Patient, options: Options) -> Patien
         for fields in [_image_fields(study, patient, split)]
         for number, entry in enumerate(_entries(study))
     ]
-    tables = {**rows.tables, VQA_FILES[split]: lines}
-    return PatientRows(rows.order, tables, rows.truth)
+    return _beside_images(root, patient, options, {VQA_FILES[split]: lines})
 
 
 def _image_fields(study: Study, patient: Patient, split: str) -> dict[str, object]:
@@ -128,7 +134,6 @@ def write_cxr_qba(
 
 
 def _write_qba_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
-    rows = write_mimic_cxr_patient(root, patient, options, ".jpg")
     folder = f"qa/p{patient.subject_id // 10**6}/p{patient.subject_id}"
     lost = patient.index % _WITHOUT_ARCHIVE == _WITHOUT_ARCHIVE - 1
     members = [
@@ -138,7 +143,7 @@ def _write_qba_patient(root: Path, patient: Patient, options: Options) -> Patien
         ]
         for study in patient.studies
     ]
-    return PatientRows(rows.order, {**rows.tables, QBA_ARCHIVE: members}, rows.truth)
+    return _beside_images(root, patient, options, {QBA_ARCHIVE: members})
 
 
 def _qba_question(study: Study, label: str) -> Mapping[str, Any]:
@@ -205,7 +210,6 @@ def write_diff_vqa(
 
 
 def _write_diff_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
-    rows = write_mimic_cxr_patient(root, patient, options, ".jpg")
     split = _DIFF_SPLITS[SPLITS[options.split_index(patient.index)]]
     asked: list[list[object]] = []
     for before, after in itertools.pairwise(patient.studies):
@@ -220,8 +224,8 @@ def _write_diff_patient(root: Path, patient: Patient, options: Options) -> Patie
         for order, study in enumerate(patient.studies)
         for view in reversed(study.views)  # laterals first: readers choose by the view
     ]
-    tables = {**rows.tables, DIFF_QUESTIONS: asked, DIFF_IMAGES: images}
-    return PatientRows(rows.order, tables, rows.truth)
+    tables = {DIFF_QUESTIONS: asked, DIFF_IMAGES: images}
+    return _beside_images(root, patient, options, tables)
 
 
 def _difference(before: Study, after: Study) -> str:
@@ -258,7 +262,6 @@ def write_gemex(
 
 
 def _write_gemex_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
-    rows = write_mimic_cxr_patient(root, patient, options, ".jpg")
     tables: dict[str, list[list[object]]] = {f"{form}_question.jsonl": [] for form in GEMEX_FORMS}
     for number, study in enumerate(patient.studies):
         image = _image_fields(study, patient, "train")["image_path"]
@@ -279,7 +282,7 @@ def _write_gemex_patient(root: Path, patient: Patient, options: Options) -> Pati
                 "visual_locations": [box for _, box in places],
             }
             tables[f"{form}_question.jsonl"].append([json.dumps(entry)])
-    return PatientRows(rows.order, {**rows.tables, **tables}, rows.truth)
+    return _beside_images(root, patient, options, tables)
 
 
 def _gemex_entries(study: Study) -> Iterator[dict[str, object]]:
