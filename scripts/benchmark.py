@@ -1,10 +1,10 @@
 """Benchmark of medvl: every line of PERFORMANCE.md beside its peer, in turns, on the same inputs.
 
     python scripts/benchmark.py --list                      # lines, targets and devices
-    python scripts/benchmark.py info-nce-cpu dicom          # measure two lines; names take wildcards
-    python scripts/benchmark.py gloria --write              # and replace their rows in PERFORMANCE.md
-    python scripts/benchmark.py --minutes 9 --out gpu.json  # all lines that this machine can measure
-    python scripts/benchmark.py --dry-run                   # tiny sizes on a CPU: does every line work?
+    python scripts/benchmark.py info-nce-cpu dicom          # measure two lines, or wildcards
+    python scripts/benchmark.py gloria --write              # and write their rows in PERFORMANCE.md
+    python scripts/benchmark.py --minutes 9 --out gpu.json  # all lines that fit this machine
+    python scripts/benchmark.py --dry-run                   # tiny sizes on a CPU, to see all work
 
 Lines are functions of `scripts/lines`, one module per area. Lines of a CPU run on one thread; a GPU
 line records time by CUDA's events and by the host's clock, peak memory, MFU against a large bf16

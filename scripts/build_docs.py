@@ -76,12 +76,14 @@ FAMILIES = {
 """Folder of `medvl/models` -> heading of its systems, and what they are for."""
 PUBLISHED = """# Published numbers
 
-Published numbers and the commands to reproduce them, with the paper's weights or after a run of the preset `paper`.
-None of them was measured with medvl; [Results](results.md) has those. Values have the unit of the source: percent, or a
-share of one. Look up numbers marked "not checked" in the source before you quote them.
+Published numbers and the commands to reproduce them, with the paper's weights or after a run of the
+preset `paper`. None of them was measured with medvl; [Results](results.md) has those. Values have
+the unit of the source: percent, or a share of one. Look up numbers marked "not checked" in the
+source before you quote them.
 
-Many numbers are re-runs by other papers, as the source states. Splits, prompts and thresholds differ between papers:
-compare only rows of one source. `medvl recipes numbers RECIPE` prints the rows of one recipe.
+Many numbers are re-runs by other papers, as the source states. Splits, prompts and thresholds
+differ between papers: compare only rows of one source. `medvl recipes numbers RECIPE` prints the
+rows of one recipe.
 
 """
 """Introduction of the page of published numbers."""

@@ -1,9 +1,10 @@
 """BERTHop's PixelHop++ beside a ResNet of similar size, at fractions of the labels, on the
 phantom's Open-i stand-in.
 
-    bash scripts/quickstart.sh                        # makes the vocabulary
-    python scripts/compare_berthop.py                 # phantom, shards, PixelHop++, runs and results in quickstart/
-    python scripts/compare_berthop.py --patients 300 --fractions 1 --epochs 2 --modalities image     # to see it work
+    bash scripts/quickstart.sh         # makes the vocabulary
+    python scripts/compare_berthop.py  # phantom, shards, PixelHop++, runs and results: quickstart/
+    # to see it work
+    python scripts/compare_berthop.py --patients 300 --fractions 1 --epochs 2 --modalities image
 
 Both are the same BERT over visual tokens and report, trained by the recipe `berthop_openi.py tiny`.
 BERTHop's tokens are those of PixelHop++, which is not trained; VisualBERT's are the cells of a

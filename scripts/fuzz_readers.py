@@ -235,7 +235,10 @@ def _plain_pickle(scratch: Path) -> Reader:
     from medvl.common.untrusted import ANYWHERE
     from medvl.data.corpora.figures.m3ae_arrow import read_plain_pickle
 
-    valid = b"\x80\x03]q\0(}q\1(X\2\0\0\0idq\2X\1\0\0\0aX\1\0\0\0nK\7u}q\3(h\2NX\1\0\0\0sG?\xe0\0\0\0\0\0\0ue."
+    valid = (
+        b"\x80\x03]q\0(}q\1(X\2\0\0\0idq\2X\1\0\0\0aX\1\0\0\0nK\7u}q\3"
+        b"(h\2NX\1\0\0\0sG?\xe0\0\0\0\0\0\0ue."
+    )
     return Reader(lambda path: repr(read_plain_pickle(path, ANYWHERE)), [valid])
 
 

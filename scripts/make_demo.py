@@ -6,7 +6,8 @@
         intermediate_size 512 max_position_embeddings 64
     python scripts/make_demo.py runs/demo-convirt
     medvl eval calibrate --checkpoint medvl/models/demo --data quickstart/shards/validate
-    medvl eval zero-shot --checkpoint medvl/models/demo --data quickstart/shards/test --out demo-test
+    medvl eval zero-shot --checkpoint medvl/models/demo --data quickstart/shards/test \\
+        --out demo-test
     python scripts/make_demo.py runs/demo-convirt --results demo-test/results.json
 
 The text encoder is smaller than the quickstart's, so that the weights have under 4 MB in 16 bits.

@@ -186,9 +186,8 @@ def main() -> None:
     for table in TABLES:
         columns = read_columns(table, folder)
         if columns:
-            print(
-                f"{table.name}\n{render(table, columns)}\n\n{provenance(commits_of(columns.values()))}\n"
-            )
+            commits = commits_of(columns.values())
+            print(f"{table.name}\n{render(table, columns)}\n\n{provenance(commits)}\n")
 
 
 def commits_of(results: Iterable[Results]) -> list[str]:

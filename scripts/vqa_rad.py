@@ -1,7 +1,7 @@
 """Evaluate predictions on VQA-RAD, next to baselines without images.
 
     python scripts/vqa_rad.py --root vqa_rad                              # baselines only
-    python scripts/vqa_rad.py --root vqa_rad --predictions answers.jsonl  # a model and the baselines
+    python scripts/vqa_rad.py --root vqa_rad --predictions answers.jsonl  # a model beside them
     python scripts/vqa_rad.py --root vqa_rad --split image-disjoint
     python scripts/vqa_rad.py --root vqa_rad --predictions answers.jsonl --published-protocols
 

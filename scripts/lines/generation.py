@@ -36,10 +36,12 @@ SIZES = {
         objective="report",
     ),
 }
-R2GEN = {"r2gen": R2GenConfig(vocab_size=761),
-    "r2gen-tiny": R2GenConfig(image_encoder="resnet_tiny", image_size=64, layers=1,
-                                                                           width=32,
-                                                                           vocab_size=100)}  # fmt: skip
+R2GEN = {
+    "r2gen": R2GenConfig(vocab_size=761),
+    "r2gen-tiny": R2GenConfig(
+        image_encoder="resnet_tiny", image_size=64, layers=1, width=32, vocab_size=100
+    ),
+}
 """The published sizes for IU X-ray, and small ones."""
 CLS, SEP, MASK = 1, 2, 3
 """Arbitrary ids, which do not change the arithmetic."""

@@ -1,8 +1,8 @@
 """Losses, forward and backward, beside their published forms: GLoRIA's local loss, InfoNCE, and the
 pairwise sigmoid.
 
-On a CPU, times are CPU seconds of this process, and memory is the peak that a form adds to a process
-of its own that holds the embeddings. On a GPU, losses run in bf16 autocast.
+On a CPU, times are CPU seconds of this process, and memory is the peak that a form adds to a
+process of its own that holds the embeddings. On a GPU, losses run in bf16 autocast.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """ALBEF's training step with packed and with padded texts, on the benchmark `phantom-quick`.
 
 Forward and backward passes with the settings of the benchmark over its first three batches, in
-turns, without a loader and without an optimiser; median CPU seconds. Both kinds have the same losses
-and gradients (tests/encoders/test_packing.py,
+turns, without a loader and without an optimiser; median CPU seconds. Both kinds have the same
+losses and gradients (tests/encoders/test_packing.py,
 tests/models/fusion_encoders/test_packed_streams.py). Weights are random.
 """
 

@@ -5,9 +5,9 @@ tokens, and six statements of twelve tokens where a system reads statements. FLO
 torch for the forward pass, a multiplication and an addition as two; activations are the bytes that
 autograd keeps for the backward pass, in float32, weights left out. UNITER trains one task per step;
 its operations are means over twelve steps. ARL's graph has 10,000 entities with 50,000 relations, a
-size that the paper does not state. BERTHop trains by masked words and matching, on a PixelHop++ with
-random kernels. LViT trains on labelled images. UMRL needs principal components of data and is left
-out.
+size that the paper does not state. BERTHop trains by masked words and matching, on a PixelHop++
+with random kernels. LViT trains on labelled images. UMRL needs principal components of data and is
+left out.
 """
 
 import argparse

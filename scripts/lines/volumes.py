@@ -114,7 +114,8 @@ LINES = (
             TableRow(
                 title="volumes of 112 x 336 x 336 from shards, one core",
                 peer="bare decompression",
-                ours="{volumes/s:.1f} volumes/s, {of bare decompression:.2f} times; {MB:.1f} MB each",
+                ours="{volumes/s:.1f} volumes/s, {of bare decompression:.2f} times; "
+                "{MB:.1f} MB each",
             ),
         ),
         seconds=60,
