@@ -110,7 +110,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "classification": {"core", "html"},
         "zero_shot_classification": {"core", "html", "classification"},
         "probing": {"core", "html", "classification"},
-        "grounding": {"core", "html", "dense"},
+        "grounding": {"core", "html", "dense", "zero_shot_classification"},
         "retrieval": {"core", "html", "classification"},
         "dense": {"core", "html"},
         "matching": {"core", "html", "retrieval"},

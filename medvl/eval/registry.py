@@ -27,6 +27,7 @@ _MODULES = {
     "zero-shot": "medvl.eval.zero_shot_classification.evaluation",
     "retrieval": "medvl.eval.retrieval.evaluation",
     "grounding": "medvl.eval.grounding.evaluation",
+    "volume-grounding": "medvl.eval.grounding.volumes",
     "probe": "medvl.eval.probing.evaluation",
     "neighbours": "medvl.eval.probing.neighbours",
     "change": "medvl.eval.change.evaluation",

@@ -43,7 +43,10 @@ def volume_shards(
                 image=root / row["path"],
                 sections={"findings": row["findings"], "impression": row["impression"]},
                 labels={name: int(row[name]) for name in CT_FINDINGS},
-                extra={"reconstruction": int(row["reconstruction"])},
+                extra={
+                    "reconstruction": int(row["reconstruction"]),
+                    "boxes_mm": row["boxes_mm"],
+                },
             ),
             volume=VolumeFile(),
         )

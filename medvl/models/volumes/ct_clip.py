@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from medvl import losses
@@ -54,6 +55,7 @@ class CTCLIP(VolumeDualEncoder):
 
     Config = CTCLIPConfig
     learns_scale = True
+    image_head: nn.Linear
 
     @classmethod
     def make_heads(
@@ -73,6 +75,15 @@ class CTCLIP(VolumeDualEncoder):
         plane_BX = features.patches_BPD.unflatten(1, (depth, -1)).mean(dim=1).flatten(1)
         projected_BE: Tensor = self.image_head(plane_BX)
         return projected_BE.float()
+
+    def embed_regions(self, image_BCDHW: Tensor) -> Tensor:
+        """Return (B, P, E) float32: the share of each patch in `unnormalized_image`, their sum."""
+        features = self.image_encoder(image_BCDHW)
+        depth = features.grid[0]
+        patches_BdQD = features.patches_BPD.unflatten(1, (depth, -1))
+        weight_EQD = self.image_head.weight.unflatten(1, (patches_BdQD.shape[2], -1))
+        share_BdQE = torch.einsum("bdqk,eqk->bdqe", patches_BdQD, weight_EQD) / depth
+        return share_BdQE.flatten(1, 2).float()
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
         images_NE, texts_NE, groups = gather_global(pairs)

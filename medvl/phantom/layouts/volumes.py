@@ -15,7 +15,7 @@ from medvl.errors import ConfigError
 from medvl.phantom.language.ct_reports import compose_ct_report
 from medvl.phantom.population.volumes import CT_FINDINGS, ChestCT, sample_chest_ct
 from medvl.phantom.population.world import generator
-from medvl.phantom.rendering.volumes import FIELD, draw_volume
+from medvl.phantom.rendering.volumes import FIELD, draw_volume, finding_masks
 
 _STREAM = 73
 _ROOT_UID = "1.2.826.0.1.3680043.8.498"
@@ -36,7 +36,8 @@ def write_volumes(
 
     `volumes.csv` has a row for each reconstruction: patient, study, path (`nifti/*.nii.gz`), series
     (`dicom/*`, with `dicom`), reconstruction, the report's findings and impression, and the labels.
-    Reconstructions of a scan share its report. `truth.jsonl` has a line for each scan, with place
+    Reconstructions of a scan share its report. `boxes_mm` has the box of each finding, as
+    `medvl eval volume-grounding` reads it. `truth.jsonl` has a line for each scan, with place
     and size of each finding.
 
     Args:
@@ -61,7 +62,7 @@ def write_volumes(
         (folder / name).mkdir(parents=True, exist_ok=True)
     header = [
         *("patient", "study", "path", "series", "reconstruction", "findings", "impression"),
-        *CT_FINDINGS,
+        *("boxes_mm", *CT_FINDINGS),
     ]
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
@@ -71,6 +72,7 @@ def write_volumes(
         chest = sample_chest_ct((seed, patient))
         report = compose_ct_report(chest)
         names = (f"p{patient:05d}", f"s{patient:05d}")
+        boxes = json.dumps(boxes_of(chest, shape))
         for index in range(reconstructions):
             hu_DHW = draw_volume(chest, shape, reconstruction=index)
             path = Path("nifti") / f"{names[1]}_{index + 1}.nii.gz"
@@ -78,8 +80,8 @@ def write_volumes(
             series = Path("dicom") / f"{names[1]}_{index + 1}" if dicom else ""
             if dicom:
                 _write_series(folder / series, hu_DHW, chest, index)
-            sections = (report["findings"], report["impression"])
-            writer.writerow([*names, path, series, index + 1, *sections, *chest.labels.values()])
+            texts = (report["findings"], report["impression"], boxes)
+            writer.writerow([*names, path, series, index + 1, *texts, *chest.labels.values()])
         truth.append(truth_of(chest, names[1]))
     write_atomic(folder / "volumes.csv", table.getvalue())
     write_atomic(folder / "truth.jsonl", "".join(json.dumps(line) + "\n" for line in truth))
@@ -89,6 +91,33 @@ def spacing_of(shape: tuple[int, int, int]) -> tuple[float, float, float]:
     """Return millimetres between voxels along (z, y, x)."""
     z, y, x = (10 * field / count for field, count in zip(FIELD, shape, strict=True))
     return z, y, x
+
+
+def boxes_of(chest: ChestCT, shape: tuple[int, int, int]) -> list[dict[str, Any]]:
+    """Return the box around the mask of each finding, in millimetres from the middle of the volume
+    along (z, y, x). A finding that fills no voxel to half has that of its truth.
+    """
+    boxes = []
+    masks = finding_masks(chest, shape)
+    for finding in chest.findings:
+        ends = []
+        places = np.nonzero(masks[finding.name])
+        for axis, step in enumerate(spacing_of(shape)):
+            if len(places[axis]):
+                first, last = places[axis].min(), places[axis].max() + 1
+                ends.append((step * (first - shape[axis] / 2), step * (last - shape[axis] / 2)))
+            else:
+                middle = 10 * chest.stretch[axis] * finding.center[axis]
+                reach = 10 * chest.stretch[axis] * finding.radii[axis]
+                ends.append((middle - reach, middle + reach))
+        boxes.append(
+            {
+                "label": finding.name,
+                "center": [round(float(low + high) / 2, 2) for low, high in ends],
+                "size": [round(float(high - low), 2) for low, high in ends],
+            }
+        )
+    return boxes
 
 
 def truth_of(chest: ChestCT, study: str) -> dict[str, Any]:

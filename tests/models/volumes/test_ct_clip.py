@@ -52,3 +52,11 @@ def test_settings_are_the_published_ones() -> None:
     assert config.max_scale is None
     places = (480 // 20) ** 2
     assert places * 512 * config.projection_dim == pytest.approx(151e6, rel=0.01)
+
+
+def test_the_shares_of_patches_add_up_to_the_vector_of_the_volume() -> None:
+    model = ct_clip().eval()
+    volumes = make_batch("ct_clip").image_BCDHW
+    regions = model.embed_regions(volumes)
+    assert regions.shape[1] == 2 * 2 * 2
+    torch.testing.assert_close(regions.sum(dim=1), model.unnormalized_image(volumes))
