@@ -42,7 +42,7 @@ TEN = (
     *("convirt_mimic", "gloria_chexpert", "chexzero_mimic", "m3ae_roco_medicat", "medvill_mimic"),
     *("siglip_mimic", "medclip_mimic", "mgca_mimic", "mutual_info_mimic", "lovt_mimic"),
     *("bfspr_mimic", "umrl_mimic", "biovil_mimic", "biovil_t_mimic", "pixelbert_mimic"),
-    "visualbert_mimic",
+    *("visualbert_mimic", "hlip_ct_rate", "ct_clip_ct_rate"),
 )
 """Recipes whose objectives are their own."""
 STATEMENTS = (
@@ -137,9 +137,12 @@ def model_of(recipe: str) -> Any:
 def batches(config: Any, tokenizer: Any, labels: bool, steps: int) -> Iterator[Batch]:
     """The same few, over and over: noise, and one sentence each."""
     generator = torch.Generator().manual_seed(0)
-    images = torch.randint(
-        0, 256, (len(TEXTS), 1, config.image_size, config.image_size), generator=generator
-    )
+    sides = getattr(config, "volume_size", None)
+    size = 1 if sides else config.image_size
+    images = torch.randint(0, 256, (len(TEXTS), 1, size, size), generator=generator)
+    volumes = None
+    if sides:
+        volumes = torch.randint(-1000, 400, (len(TEXTS), 1, *sides), generator=generator)
     entities = getattr(config, "entities", None) if labels else None
     for step in range(steps):
         rows = torch.arange(PAIRS) * BATCHES + step % BATCHES
@@ -149,7 +152,8 @@ def batches(config: Any, tokenizer: Any, labels: bool, steps: int) -> Iterator[B
         yield Batch(
             keys=keys, image_BCHW=images[rows].to(torch.uint8), ids_BT=ids_BT, mask_BT=mask_BT,
             labels_BL=findings_of(texts, entities) if labels else torch.zeros(PAIRS, 0),
-            texts=texts, studies=keys, second_ids_BT=ids_BT, second_mask_BT=mask_BT,
+            texts=texts, image_BCDHW=None if volumes is None else volumes[rows].short(),
+            studies=keys, second_ids_BT=ids_BT, second_mask_BT=mask_BT,
             sentence_BT=torch.where(mask_BT, 0, -1),
             second_image_BCHW=images[rows].flip(3).to(torch.uint8),
             prior_BCHW=images[rows.flip(0)].to(torch.uint8), has_prior_B=torch.arange(PAIRS) > 0,
