@@ -141,7 +141,9 @@ def test_maps_of_the_boxes_themselves_are_inside(
     results = read_results(file)
     assert results.row("voxel_auroc", label).value > 0.9
     assert results.row("pointing_game", label).value == 1
-    lines = [json.loads(line) for line in (file.parent / "predictions.jsonl").open()]
+    lines = [
+        json.loads(line) for line in (file.parent / "predictions.jsonl").read_text().splitlines()
+    ]
     assert {line["label"] for line in lines} == {
         name for each in samples for name, value in each.labels.items() if value
     }
