@@ -8,15 +8,13 @@ setup "[dev]"
 export HF_HUB_OFFLINE=1 NO_ALBUMENTATIONS_UPDATE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-# Compiled tests are kept, also where a container asks not to: each process would rewrite their assertions anew.
-export PYTHONDONTWRITEBYTECODE=
+export PYTHONDONTWRITEBYTECODE= # compiled tests are kept, also where a container asks not to
 # The type check runs beside the tests. A file of tests is one unit of work, in the order of tests/conftest.py: those with
 # slow tests first. One process more than cores works while others wait for a process, a socket or the disk.
 .venv/bin/mypy &
 types=$!
 trap 'kill "$types" 2>/dev/null || true' EXIT
 tests=0
-.venv/bin/python -m pytest --numprocesses "${MEDVL_TEST_PROCESSES:-$(($(cores) + 1))}" --dist loadfile --no-loadscope-reorder "$@" ||
-    tests=$?
+.venv/bin/python -m pytest --processes "${MEDVL_TEST_PROCESSES:-$(($(cores) + 1))}" "$@" || tests=$?
 wait "$types"
 exit "$tests"

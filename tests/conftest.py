@@ -2,12 +2,9 @@
 one.
 """
 
-import contextlib
 import functools
 import gc
-import multiprocessing
 import os
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +21,7 @@ os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 # Plots in PDF name their fonts: embedding them costs more than the rest of a page
 # (tests/eval/html/test_plots.py does).
 os.environ["MATPLOTLIBRC"] = str(Path(__file__).with_name("matplotlibrc"))
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a search by CUDA could not be forked
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -37,6 +35,7 @@ import torch
 from helpers.learning import SEEDS, shift_seeds
 from helpers.mimic_files import IMAGES, LABELS, REPORTS, textured, write_csv_gz
 from helpers.object_store import Bucket, Proxy, proxied
+from helpers.processes import Processes
 from helpers.unsynced import WITHOUT_WAITING
 from numpy.typing import NDArray
 
@@ -62,51 +61,31 @@ torch.set_num_threads(int(os.environ.get("MEDVL_TEST_THREADS", "1")))
 
 SAVE_PLOT = plots._save
 LONGEST = (
-    *("test_benchmark_gpu.py", "test_golden.py", "train/parallel/test_train_sharded.py"),
-    *("benchmark/test_benchmark_runs.py", "test_spine.py", "train/loop/test_train_step_speed.py"),
-    *("test_notebooks.py", "data/convert/test_pipeline.py", "train/optim/test_train_grad_cache.py"),
-    *("data/odd/test_odd_inputs.py", "test_architecture.py", "train/test_train_kill.py"),
-    *("test_wheel.py", "test_soak.py", "test_recipes.py", "data/convert/test_plan.py"),
-    *("encoders/test_image_encoder.py", "cli/eval/test_eval_label_commands.py"),
-    *("export/test_key_tables.py", "encoders/test_encoder_interface.py"),
+    *("train/parallel/test_train_sharded.py", "test_benchmark_gpu.py", "test_spine.py"),
+    *("test_golden.py", "models/dual_encoders/test_contrastive.py"),
+    *("benchmark/test_benchmark_runs.py", "encoders/test_image_encoder.py"),
+    *("train/optim/test_train_grad_cache.py", "models/downstream/test_vqa_heads.py"),
+    *("test_notebooks.py", "data/odd/test_odd_inputs.py", "test_wheel.py"),
+    *("encoders/test_encoder_interface.py", "train/loop/test_train_step_speed.py"),
+    *("cli/eval/test_eval_label_commands.py", "data/corpora/test_published_preparations.py"),
+    *("test_recipes.py", "test_soak.py", "test_architecture.py", "export/test_key_tables.py"),
+    *("models/dual_encoders/test_clip.py", "export/test_export.py"),
+    *("models/downstream/test_vqa_heads_decoder.py", "data/loading/test_loader.py"),
+    *("models/downstream/test_fused_classifier.py", "train/test_nodes.py"),
+    "eval/report_generation/test_report_generation.py",
 )
 """Files that take more than ten seconds of a core, those that take longest first."""
 
 
-class Unexecuted:
-    """A module that pytest's loader compiles, with rewritten assertions, and cannot execute."""
-
-    def __init__(self, path: Path) -> None:
-        self.__name__, self.__spec__ = path.stem, SimpleNamespace(origin=str(path))
-
-    @property
-    def __dict__(self) -> dict[str, Any]:  # the last that the loader asks for
-        raise NotExecutedError
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the number of processes."""
+    parser.addoption("--processes", type=int, default=1, help="processes that run the tests")
 
 
-class NotExecutedError(Exception):
-    """The end of a module's compilation."""
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Compile the tests of a fresh checkout once, with a process a core: each worker would."""
-    if sys.dont_write_bytecode:
-        return
-    paths, count = sorted(Path(__file__).parent.rglob("test_*.py")), os.cpu_count() or 1
-    hook, context = config.pluginmanager.rewrite_hook, multiprocessing.get_context("fork")
-    parts = [paths[number::count] for number in range(count)]
-    processes = [context.Process(target=_compile, args=(hook, part)) for part in parts]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-
-
-def _compile(hook: Any, paths: list[Path]) -> None:
-    for path in paths:
-        with contextlib.suppress(NotExecutedError):
-            hook.exec_module(Unexecuted(path))
+def pytest_configure(config: pytest.Config) -> None:
+    """Run tests in several processes where the command asks for it."""
+    if (count := config.option.processes) > 1:
+        config.pluginmanager.register(Processes(count))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -86,14 +86,14 @@ def test_disturbance_ends_a_run(seed: int) -> None:
     assert status == -(signal.SIGTERM if how == "terminated" else signal.SIGKILL)
 
 
-# A soak trains, is disturbed and starts again, until three seconds have passed.
+# A soak trains, is disturbed and starts again, until a second has passed.
 @pytest.mark.slow
 def test_short_soak_reproduces_the_undisturbed_run() -> None:
     command = [
         sys.executable,
         str(SCRIPTS / "soak.py"),
         "--minutes",
-        "0.05",
+        "0.02",
         "--steps-a-run",
         "8",
         "--seed",

@@ -41,7 +41,8 @@ def measure_albef(bench: Bench) -> Report:
     """Measure ALBEF's step: the share of real tokens, and the CPU seconds of both kinds."""
     keep_freed_memory()
     out = bench.kept / "phantom-quick"
-    plan = plan_runs(read_benchmark("phantom-quick", {"systems": ["albef"]}), out)
+    changes = {"systems": ["albef"], **bench.size({}, {"budget.batch": 4})}
+    plan = plan_runs(read_benchmark("phantom-quick", changes), out)
     run = next(run for run in plan.runs if run.name == "albef")
     run = dataclasses.replace(run, settings=without_references(run.settings))
     for arguments in data_commands(run.corpus):

@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import inspect
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -26,9 +27,13 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     [
         "albumentations",
+        "matplotlib.backends.backend_pdf",
         "medvl.cli.main",
+        "medvl.eval.zero_shot_classification.evaluation",
         "medvl.models.dual_encoders.convirt",
         "medvl.train",
+        "pydicom",
+        "scipy.stats",
         "timm",
         "torch._dynamo",
         "torch.distributed.fsdp",
@@ -38,6 +43,17 @@ _SERVER.set_forkserver_preload(
     ]
 )
 _FORK = multiprocessing.get_context("fork")
+
+
+def start_server() -> None:
+    """Start the process of which programs are forks. Without this, the first of them waits."""
+    multiprocessing.forkserver.ensure_running()
+
+
+def share_server() -> None:
+    """Use in this fork the server that its parent has started, for whose end it cannot wait."""
+    server: Any = vars(multiprocessing.forkserver)["_forkserver"]
+    server.ensure_running = lambda: None
 
 
 def context(method: str) -> ForkServerContext:
