@@ -6,7 +6,7 @@ error types only, and torch only for types.
 
 Shape letters, here and everywhere: B batch, T text tokens, W words, S sentences, P patches or
 regions, D feature dim, E shared embedding dim, C channels, H and W height and width, L labels, N
-and M counts of images and texts.
+and M counts of images and texts, O organs.
 """
 
 from __future__ import annotations  # torch is imported for the type checker only
@@ -50,6 +50,11 @@ CHANGES = ("improving", "stable", "worsening")
 
 COMPETITION_FINDINGS = ("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Pleural Effusion")
 """The five labels of the CheXpert competition."""
+
+ORGANS = ("lung", "heart", "esophagus", "aorta")
+"""Organs of chest CTs that have masks and texts of their own, in the order of their numbers in
+stored arrays, from 1; 0 is none.
+"""
 
 POSITIVE = 1
 NEGATIVE = 0
@@ -217,6 +222,8 @@ class Inputs:
     system needs none.
     """
 
+    organs: bool = False
+    """The text of each organ (`Batch.organ_ids_BOT`)."""
     prompt: WritesPrompts | None = None
     """Writer of prompts (`Batch.prompt_ids_BT`); None: the system needs none."""
 
@@ -256,9 +263,17 @@ class Batch:
     """The texts behind `ids_BT`."""
     image_BCDHW: Tensor | None = None
     """int16 volumes in place of images, C = 1: Hounsfield units, z to the head, y to the back, x to
-    the patient's left (`medvl.data.VolumeTransform`); the encoder applies its window. Or, for
-    encoders of images in an evaluation, uint8 axial slices in RGB, C = 3, from feet to head.
+    the patient's left (`medvl.data.VolumeTransform`); the encoder applies its window. C = 2 with
+    the organ of each voxel: its number in `ORGANS` from 1, or 0. Or, for encoders of
+    images in an evaluation, uint8 axial slices in RGB, C = 3, from feet to head.
     """
+    organ_ids_BOT: Tensor | None = None
+    """int64 token ids of the text of each organ, in the order of `ORGANS` (`Inputs.organs`).
+    """
+    organ_mask_BOT: Tensor | None = None
+    """bool, True on real tokens of `organ_ids_BOT`; an organ without any has no text."""
+    organ_normal_BO: Tensor | None = None
+    """bool: whether the report states that the organ is normal, or nothing about it."""
     studies: list[str] | None = None
     """`Sample.study` of each row: rows of one study share their report. None: unknown."""
     image_of_B: Tensor | None = None

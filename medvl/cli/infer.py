@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from medvl.data.volumes.options import OrganLabels
 from medvl.errors import ConfigError
 from medvl.serve.config import ServeConfig
 
@@ -34,6 +35,9 @@ def infer(
     batch: int = 32,
     frame: int | None = None,
     modality: tuple[str, ...] = (),
+    organ_masks: Path | None = None,
+    organ_labels: OrganLabels = "totalsegmentator2",
+    all_tokens: bool = False,
     device: str = "auto",
 ) -> str:
     """Score images against texts, answer questions about them, or write their reports; print a
@@ -60,6 +64,12 @@ def infer(
         modality: modalities of DICOM files to accept, such as CR DX RG; others are skipped. Without
             it, all are scored, and those of another kind than the model's training images by their
             header are marked and counted in a warning.
+        organ_masks: for fvlm, folder with the masks of each volume: NAME.nii.gz, or a folder NAME
+            with a file for each structure, as in `medvl shards volumes`.
+        organ_labels: numbers of masks with all structures: totalsegmentator2, totalsegmentator1, or
+            organs.
+        all_tokens: for fvlm, read all of a volume for each organ, without masks; it was trained
+            within them.
         device: auto, cpu or cuda.
     """
     from medvl.eval.core.open import load_model
@@ -83,6 +93,7 @@ def infer(
         images = _example(checkpoint)
     loaded = load_model(Path(checkpoint), device)
     of_volumes = reads_volumes(loaded)
+    organs = _set_organs(loaded, organ_masks, organ_labels, all_tokens)
     paths = find_volumes(images) if of_volumes else find_images(images)
     prompts = prompts or ("ct_clip" if of_volumes else "chexpert_ensemble")
     fitted = None
@@ -98,6 +109,7 @@ def infer(
         "prompts": prompts,
         "frame": frame,
         "overlays": drawn,
+        **organs,
     }
     if model.calibrated:
         settings["probabilities"] = {
@@ -140,6 +152,38 @@ def infer(
     return "\n".join(
         [*lines, "", *(str(out / name) for name in sorted(path.name for path in out.iterdir()))]
     )
+
+
+def _set_organs(
+    model: "System", masks: Path | None, labels: OrganLabels, all_tokens: bool
+) -> dict[str, Any]:
+    """Let a model that needs the organs of volumes read masks, or all of each volume; return the
+    entry of the settings.
+
+    Raises ConfigError where neither or both are given, and for other models.
+    """
+    transform: Any = model.transform
+    if not getattr(transform, "organs", False):
+        if masks is not None or all_tokens:
+            raise ConfigError(
+                f"{model.name} reads no masks of organs; leave organ_masks and all_tokens out",
+                "conflict",
+                field="organ_masks",
+            )
+        return {}
+    if (masks is None) != all_tokens:
+        raise ConfigError(
+            f"{model.name} reads each organ within its mask: give --organ-masks FOLDER, or "
+            "--all-tokens to read all of a volume for each organ, which it was not trained on",
+            "missing",
+            field="organ_masks",
+        )
+    if masks is not None and not masks.is_dir():
+        raise ConfigError(f"{masks} is no folder", "not_found", field="organ_masks")
+    model.transform = dataclasses.replace(
+        transform, organs=not all_tokens, organ_masks=masks, organ_labels=labels
+    )
+    return {"organs": "all tokens" if masks is None else [str(masks), labels]}
 
 
 def _check_numbers(*options: tuple[str, int, int]) -> None:

@@ -70,6 +70,8 @@ class ReconstructionOptions(VolumeOptions):
 
     reconstructions: int = 2
     """volumes of a scan, which share its report"""
+    organ_masks: bool = False
+    """write the organs of each volume to organ_masks/, with the numbers of TotalSegmentator 2"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

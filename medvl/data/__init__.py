@@ -193,6 +193,7 @@ if TYPE_CHECKING:
     from medvl.data.volumes.dicom_series import read_dicom_series as read_dicom_series
     from medvl.data.volumes.nifti import read_nifti as read_nifti
     from medvl.data.volumes.options import (
+        OrganOptions as OrganOptions,
         VolumeFile as VolumeFile,
         VolumeOptions as VolumeOptions,
     )

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         region_regression as region_regression,
         symmetric_kl as symmetric_kl,
     )
+    from medvl.losses.pairs.by_organ import organ_contrast as organ_contrast
     from medvl.losses.pairs.contrastive import (
         altered_texts as altered_texts,
         clip as clip,

@@ -168,7 +168,9 @@ def load(folder: Path | str) -> System:
     transform: Any = model.transform
     volume = _volume_options(folder)
     if volume is not None and isinstance(transform, VolumeTransform):
-        original: Any = OriginalVolumeTransform(size=transform.size, shards=volume)
+        original: Any = OriginalVolumeTransform(
+            size=transform.size, organs=transform.organs, shards=volume
+        )
         model.transform = original
     return model.eval()
 

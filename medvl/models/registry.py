@@ -45,6 +45,7 @@ _MODULES = {
     "detector": "medvl.models.downstream.detector",
     "dual_stream": "medvl.models.fusion_encoders.streams",
     "fused_classifier": "medvl.models.downstream.fused_classifier",
+    "fvlm": "medvl.models.volumes.fvlm",
     "gloria": "medvl.models.dual_encoders.gloria",
     "hlip": "medvl.models.volumes.hlip",
     "kad": "medvl.models.dual_encoders.kad",

@@ -38,7 +38,7 @@ VOLUME = {
     "projection_dim": 16,
     **BERT,
 }
-VOLUMES = ("hlip", "hlip sigmoid", "ct_clip")
+VOLUMES = ("hlip", "hlip sigmoid", "ct_clip", "fvlm")
 """Systems that read volumes."""
 LOCAL = ("gloria", "mgca", "carzero")
 """Systems with words, which need a tokenizer."""
@@ -230,6 +230,18 @@ def ct_clip(**settings: Any) -> DualEncoder:
     return medvl.create_model("ct_clip", **{**VOLUME, "image_arguments": image, **settings})
 
 
+def fvlm(**settings: Any) -> DualEncoder:
+    """Without dropout in training too."""
+    torch.manual_seed(0)
+    image = {**VOLUME["image_arguments"], "patch_size": (2, 4, 4), "layers": (0, 1)}
+    image["attention"] = ("study",) * 3
+    settings = {"image_arguments": image, "organ_dropout": 0.0, **settings}
+    model = medvl.create_model("fvlm", **{**VOLUME, **settings})
+    with torch.no_grad():  # at their start queries attend to all patches equally
+        model.image_head.query_tokens.normal_()
+    return model
+
+
 SYSTEMS: dict[str, Callable[[], DualEncoder]] = {
     "clip": lambda: clip(positives="study"),
     "siglip": siglip,
@@ -251,6 +263,7 @@ SYSTEMS: dict[str, Callable[[], DualEncoder]] = {
     "cxrclip": lambda: cxrclip(positives="study"),
     "hlip": lambda: hlip(positives="study"),
     "ct_clip": lambda: ct_clip(positives="text"),
+    "fvlm": fvlm,
     "hlip sigmoid": lambda: hlip(bias=-10.0, temperature=0.1),
 }
 
@@ -295,6 +308,8 @@ def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
         volumes = torch.randint(-1200, 600, (PAIRS, 1, 4, 12, 12), generator=generator)
         batch.image_BCDHW = volumes[rows].short()
         batch.image_BCHW = batch.image_BCHW[:, :, :0, :0]
+    if name == "fvlm":
+        _add_organs(batch, rows)
     if name == "siglip":
         batch.denied_ids_BT, batch.denied_mask_BT = batch.ids_BT % 30 + 7, batch.mask_BT
         batch.has_denial_B = (torch.arange(PAIRS) % 4 != 0)[rows]
@@ -340,3 +355,22 @@ def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
         ]
         batch.has_second_text_B = (torch.arange(PAIRS) != 1)[rows]
     return dataclasses.replace(batch, has_image_B=(torch.arange(PAIRS) != 3)[rows])
+
+
+def _add_organs(batch: Batch, rows: slice) -> None:
+    """Add organs and their texts: the lung is cut in the second row, the aorta missing in two, and
+    the esophagus always normal; texts of rows 1 and 6 are equal.
+    """
+    organs = torch.zeros(PAIRS, 4, 12, 12, dtype=torch.int16)
+    for number, (y, x) in enumerate(((1, 1), (1, 7), (7, 1), (7, 7)), 1):
+        organs[:, 1:3, y : y + 4, x : x + 4] = number
+    organs[1, :, 1, 1] = 1
+    organs[organs == 4] *= torch.tensor([1, 1, 0, 1, 1, 0, 1], dtype=torch.int16).repeat_interleave(
+        32
+    )
+    batch.image_BCDHW = torch.cat([batch.image_BCDHW, organs[rows, None]], dim=1)
+    shift_O = torch.arange(4)[:, None] * 7
+    batch.organ_ids_BOT = (batch.ids_BT[:, None] + shift_O) % 35 + 5
+    batch.organ_mask_BOT = batch.mask_BT[:, None].repeat(1, 4, 1)
+    normal = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 1, 1, 1]] * 2)[:PAIRS]
+    batch.organ_normal_BO = normal[rows].bool()

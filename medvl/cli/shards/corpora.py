@@ -15,7 +15,7 @@ from medvl.cli.help import Flat
 from medvl.data.convert.options import ShardOptions, ShardRun, VolumeShardOptions
 from medvl.data.corpora.registry import CORPORA, Corpus, FileAccess
 from medvl.data.storage.location import locate
-from medvl.data.volumes.options import VolumeOptions
+from medvl.data.volumes.options import OrganOptions, VolumeOptions
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ class VolumeConversionOptions:
     """output folder, budget, workers"""
     volume: Flat[VolumeOptions]
     """spacing and size of the volumes"""
+    organs: Flat[OrganOptions]
+    """masks and texts by organ"""
     keep_textless: bool = False
     """Keep volumes without text (for evaluation by labels)."""
     samples_per_shard: int = 100
@@ -77,6 +79,7 @@ class VolumeConversionOptions:
         """Return the storage format."""
         return VolumeShardOptions(
             volume=self.volume,
+            organs=self.organs,
             keep_textless=self.keep_textless,
             samples_per_shard=self.samples_per_shard,
             follow_links=self.follow_links,
@@ -152,6 +155,7 @@ def convert_corpus(corpus: Corpus, shared: AnyOptions) -> str:
     warnings.
     """
     from medvl.data.convert.conversion import PrivateFolder
+    from medvl.data.convert.organs import add_organs
     from medvl.data.convert.plan import hold_out
 
     deid = deidentifier(shared.run.salt_file, new_salt=shared.run.new_salt)
@@ -159,6 +163,8 @@ def convert_corpus(corpus: Corpus, shared: AnyOptions) -> str:
     copies = PrivateFolder(shared.run.local_out).path / "copies"
     access = FileAccess(follow_links=options.follow_links, copies=copies)
     plan = hold_out(corpus.plan(deid, access), corpus.excluded_folders(), deid)
+    if isinstance(options, VolumeShardOptions):
+        plan = add_organs(plan, options.organs, access)
     options = dataclasses.replace(
         options,
         keep_textless=options.keep_textless or corpus.keeps_textless(),

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from medvl.common.config_io import check_choice, check_within
 from medvl.data.storage.location import is_address, locate
-from medvl.data.volumes.options import VolumeOptions
+from medvl.data.volumes.options import OrganOptions, VolumeOptions
 from medvl.errors import ConfigError
 
 T = TypeVar("T")
@@ -76,6 +76,8 @@ class VolumeShardOptions(ShardOptions):
 
     volume: VolumeOptions = dataclasses.field(default_factory=VolumeOptions)
     """Spacing and size."""
+    organs: OrganOptions = dataclasses.field(default_factory=OrganOptions)
+    """Masks and texts by organ."""
 
     def stored(self) -> dict[str, Any]:
         """Return the options as the manifest stores them, without those of images."""
@@ -85,6 +87,7 @@ class VolumeShardOptions(ShardOptions):
             "samples_per_shard": self.samples_per_shard,
         }
         values |= {"follow_links": True} if self.follow_links else {}
+        values |= self.organs.stored()
         stored: dict[str, Any] = json.loads(json.dumps(values))  # lists, as a manifest has them
         return stored
 

@@ -28,6 +28,7 @@ from medvl.data.images.codecs import encode_stored
 from medvl.data.images.read import check_sides, find_foreground, read_pixels
 from medvl.data.shards.format import (
     NO_IMAGE,
+    ORGAN_SUFFIX,
     VOLUME_SUFFIX,
     Index,
     Shard,
@@ -36,7 +37,6 @@ from medvl.data.shards.format import (
     sample_to_json,
 )
 from medvl.data.storage.parts import Content, read_parts
-from medvl.data.volumes.options import VolumeFile, VolumeOptions
 from medvl.data.volumes.reading import encode_stored_volume
 from medvl.errors import DicomError, ImageError, ReportError, VolumeError
 from medvl.schema import FilePart, Sample
@@ -113,7 +113,7 @@ class ShardNote:
 
 
 class EncodedSample(NamedTuple):
-    """The members of a sample in a tar: image and JSON, or JSON alone."""
+    """The members of a sample in a tar: image, organs and JSON, or some of them."""
 
     key: str
     suffix: str
@@ -121,6 +121,8 @@ class EncodedSample(NamedTuple):
     image: bytes
     meta: bytes
     """Content of `{key}.json`."""
+    organs: bytes = b""
+    """Content of `{key}.organs`; empty where there is none."""
 
 
 def convert_records(
@@ -191,8 +193,10 @@ def _convert(
         if isinstance(content, Exception):
             raise content
         if record.volume is not None:
-            storage = options.volume if isinstance(options, VolumeShardOptions) else VolumeOptions()
-            return _convert_volume(sample, record.volume, storage, folders, note)
+            given = options if isinstance(options, VolumeShardOptions) else VolumeShardOptions()
+            encoded = _encode_volume(sample, record, given, folders)
+            note.patients.append(sample.patient)
+            return encoded
         pixels, header = read_pixels(
             sample.image,
             content=content,
@@ -231,19 +235,21 @@ def _convert(
     return None
 
 
-def _convert_volume(
-    sample: Sample,
-    file: VolumeFile,
-    options: VolumeOptions,
-    folders: InputFolders,
-    note: ShardNote,
+def _encode_volume(
+    sample: Sample, record: Record, options: VolumeShardOptions, folders: InputFolders
 ) -> EncodedSample:
-    if not isinstance(sample.image, Path):
+    if not isinstance(sample.image, Path) or record.volume is None:
         raise ImageError("expected a file or a folder of a volume, got a part", "unsupported")
-    content, fields = encode_stored_volume(sample.image, file, options, folders)
-    sample = dataclasses.replace(sample, extra={**sample.extra, **fields})
-    note.patients.append(sample.patient)
-    return EncodedSample(sample.key, VOLUME_SUFFIX, content, sample_to_json(sample))
+    labels = options.organs.organ_labels
+    stored = encode_stored_volume(
+        sample.image, record.volume, options.volume, folders, record.masks, labels
+    )
+    extra = {**sample.extra, **stored.fields}
+    if stored.box is not None:
+        organs = extra.get("organs")
+        extra["organs"] = {**(organs if isinstance(organs, dict) else {}), "box": stored.box}
+    meta = sample_to_json(dataclasses.replace(sample, extra=extra))
+    return EncodedSample(sample.key, VOLUME_SUFFIX, stored.volume, meta, stored.organs)
 
 
 def _crop_background(
@@ -351,7 +357,8 @@ def write_shard(folder: Path, name: str, samples: Iterable[EncodedSample]) -> Sh
 def _write_members(writer: TarWriter, samples: Iterable[EncodedSample]) -> Index:
     keys = []
     suffixes = []
-    places = []
+    places: list[tuple[int, int, int, int]] = []
+    organs: dict[int, tuple[int, int]] = {}
     for sample in samples:
         keys.append(sample.key)
         suffixes.append(sample.suffix)
@@ -359,9 +366,12 @@ def _write_members(writer: TarWriter, samples: Iterable[EncodedSample]) -> Index
         image_place = (
             writer.member(f"{sample.key}.{sample.suffix}", sample.image) if has_image else (0, 0)
         )
+        if sample.organs:
+            name = f"{sample.key}.{ORGAN_SUFFIX}"
+            organs[len(places)] = writer.member(name, sample.organs)
         places.append((*image_place, *writer.member(f"{sample.key}.json", sample.meta)))
     places_N4 = np.array(places, np.int64).reshape(-1, 4)
-    return Index(tuple(keys), tuple(suffixes), places_N4[:, :2], places_N4[:, 2:])
+    return Index(tuple(keys), tuple(suffixes), places_N4[:, :2], places_N4[:, 2:], organs)
 
 
 # The unit of work of a conversion: one shard, built by any process that can read the same files.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from medvl.data.loading.altered_texts import add_altered, alter_texts, report_findings
 from medvl.data.loading.boxed_phrases import BoxedPhrase, boxed_phrases, stack_phrases
+from medvl.data.loading.organ_texts import OrganText, add_organ_texts, organ_texts
 from medvl.data.loading.stacking import grouped, pad_rows, stack, stack_some
 from medvl.data.reports.cleaning import swap_laterality
 from medvl.data.reports.sentences import sentence_spans
@@ -169,6 +170,8 @@ class Item:
     """Where the system needs them."""
     findings: tuple[int, ...] = ()
     """Values of the findings of the report, where the system reads denied texts."""
+    organs: tuple[OrganText, ...] = ()
+    """Likewise."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -302,14 +305,16 @@ class ItemMaker:
         """
         return Views(_NO_PIXELS, has_image=regions is not None, regions=regions)
 
-    def volume_views(self, volume_DHW: np.ndarray | None) -> Views:
-        """Return the cut volume of one sample, or None for air in place of a missing one, beside an
-        image of zero pixels.
+    def volume_views(self, volume_CDHW: np.ndarray | None) -> Views:
+        """Return the cut volume of one sample, or for None air without organs in place of a missing
+        one, beside an image of zero pixels.
         """
-        has_image = volume_DHW is not None
-        if volume_DHW is None:
-            volume_DHW = np.full(self.image.size, AIR, np.int16)
-        return Views(_NO_PIXELS, has_image=has_image, volume_CDHW=volume_DHW[None])
+        has_image = volume_CDHW is not None
+        if volume_CDHW is None:
+            assert isinstance(self.image, VolumeTransform), "volumes have a transform of volumes"
+            channels = [AIR, 0] if self.image.organs else [AIR]
+            volume_CDHW = np.stack([np.full(self.image.size, each, np.int16) for each in channels])
+        return Views(_NO_PIXELS, has_image=has_image, volume_CDHW=volume_CDHW)
 
     def slice_views(self, key: str, slices_NHWC: np.ndarray) -> Views:
         """Return each slice of a volume by the transform of images."""
@@ -356,6 +361,9 @@ class ItemMaker:
             views.volume_CDHW,
             tuple(each._replace(text=self._as_image(each.text, views)) for each in views.phrases),
             report_findings(sample) if self.inputs.denied_text else (),
+            organ_texts(sample, self.text, functools.partial(self.rng, epoch, sample.key))
+            if self.inputs.organs
+            else (),
         )
 
     def _prompt(self, sample: Sample, views: Views) -> tuple[int, ...]:
@@ -548,6 +556,8 @@ class Collate:
             )
         if self.inputs.denied_text:
             batch.found_BL = torch.tensor([item.findings for item in items], dtype=torch.int8)
+        if self.inputs.organs:
+            add_organ_texts(batch, [item.organs for item in items], self.tokenizer)
         if self.inputs.boxed_phrases:
             batch.phrases, batch.phrase_cover_BSHW = stack_phrases([item.phrases for item in items])
         if self._linker is not None:

@@ -31,8 +31,8 @@ class Source(Protocol):
     """Random access to samples and their pixels.
 
     A source may also have `folder` (for messages), `image_keys`, `region_manifest` with
-    `regions(position)`, `has_volumes` with `volume(position, slices)`, and `prior_pixels(position,
-    color)`, the prior image of a sample or None; by default `prior_positions` finds it.
+    `regions(position)`, `has_volumes` and `has_organs` with `volume` and `organs(position,
+    slices)`, and `prior_pixels(position, color)`, or `prior_positions` finds prior images.
     """
 
     label_names: tuple[str, ...]
@@ -82,6 +82,11 @@ def has_color(source: Any) -> bool:
 def has_volumes(source: Any) -> bool:
     """Return whether shards of a source, or of one that it is a view of, hold volumes."""
     return bool(getattr(source, "has_volumes", False)) or any(map(has_volumes, _parts(source)))
+
+
+def has_organs(source: Any) -> bool:
+    """Return whether volumes of a source, or of one that it is a view of, have masks."""
+    return bool(getattr(source, "has_organs", False)) or any(map(has_organs, _parts(source)))
 
 
 def color_for(source: Any, transform: EvalTransform) -> bool:
@@ -201,6 +206,12 @@ class SourceView:
         source: Any = self.source
         volume: Volume = source.volume(self.source_position(position), slices)
         return volume
+
+    def organs(self, position: int, slices: slice | None = None) -> np.ndarray | None:
+        """Return the organs of the volume at `position`, of a source that has them."""
+        source: Any = self.source
+        found: np.ndarray | None = source.organs(self.source_position(position), slices)
+        return found
 
     def volume_bytes(self, position: int) -> int:
         """Return the stored bytes of the volume at `position`, of a source that has them."""
@@ -530,6 +541,11 @@ class ConcatSource:
         """Return the volume. Raises ImageError or ShardError."""
         source, place = self._locate(position)
         return source.volume(place, slices)
+
+    def organs(self, position: int, slices: slice | None = None) -> np.ndarray | None:
+        """Return the organs of the volume, None without masks. Raises ShardError."""
+        source, place = self._locate(position)
+        return source.organs(place, slices)
 
     def volume_bytes(self, position: int) -> int:
         """Return the stored bytes of the volume."""

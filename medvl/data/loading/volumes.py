@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from medvl.data.loading.sources import Source, has_volumes
+from medvl.data.loading.sources import Source, has_organs, has_volumes
 from medvl.data.volumes.slices import rgb_slices
 from medvl.data.volumes.transform import Shape, VolumeTransform, stored_shape
 from medvl.errors import ConfigError, ImageError, ShardError
@@ -38,6 +38,14 @@ def check_volumes(
                 field="data",
             )
         return False
+    if isinstance(image, VolumeTransform) and image.organs and not has_organs(source):
+        where = getattr(source, "folder", "the source")
+        raise ConfigError(
+            f"expected volumes with masks of organs, got {where} without; convert the corpus with "
+            "--organ-masks",
+            "missing",
+            field="organ_masks",
+        )
     names = ["prior_image", "other_view", "drawn_view", "regions"]
     names += ["second_image"] * isinstance(image, VolumeTransform)
     wanted = [name for name in names if getattr(inputs, name)]
@@ -57,16 +65,44 @@ def cut_volume(
     transform: VolumeTransform,
     rng: np.random.Generator | None = None,
 ) -> np.ndarray | None:
-    """Return int16 (D, H, W) of the transform's size, None where the sample has no volume; only the
-    chunks of the cut are decoded.
+    """Return int16 (C, D, H, W) of the transform's size, None where the sample has no volume; only
+    the chunks of the cut are decoded. C is 1, or 2 with organs, which are 0 without masks.
 
     Raises ShardError.
     """
     shape = _shape(source, position, sample)
     if shape is None:
         return None
-    cut = transform.cut(shape, rng)
-    return transform.fill(source.volume(position, cut.source[0]).hu_DHW, cut)
+    cut = transform.cut(shape, rng, _box(sample, shape) if transform.organs else None)
+    volume_DHW = transform.fill(source.volume(position, cut.source[0]).hu_DHW, cut)
+    if not transform.organs:
+        return volume_DHW[None]
+    organs_DHW = source.organs(position, cut.source[0])
+    if organs_DHW is None:
+        return np.stack([volume_DHW, np.zeros_like(volume_DHW)])
+    return np.stack([volume_DHW, transform.fill(organs_DHW, cut, 0)])
+
+
+def _box(sample: Sample, shape: Shape) -> list[list[int]] | None:
+    """Return the box of a sample's organs, None where it has none. Raises ShardError."""
+    organs = sample.extra.get("organs")
+    box = organs.get("box") if isinstance(organs, dict) else None
+    if box is None:
+        return None
+    fits = (
+        isinstance(box, list)
+        and len(box) == 3
+        and all(
+            isinstance(ends, list)
+            and len(ends) == 2
+            and all(isinstance(end, int) for end in ends)
+            and 0 <= ends[0] < ends[1] <= side
+            for ends, side in zip(box, shape, strict=True)
+        )
+    )
+    if not fits:
+        raise ShardError(f"sample {sample.key}: organs with another box", "malformed")
+    return box
 
 
 def read_slices(

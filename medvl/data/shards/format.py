@@ -1,8 +1,10 @@
 """The shard format: plain webdataset tars, one index per tar, one manifest per folder.
 
     OUT/train/mimic-cxr-train-000000.tar      {key}.jpg {key}.json {key}.jpg ...
-                                              of volumes {key}.vol in place of {key}.jpg
-    OUT/train/mimic-cxr-train-000000.index    key, suffix, offset, size: two lines per sample
+                                              of volumes {key}.vol in place of {key}.jpg, and
+                                              {key}.organs where they have masks of organs
+    OUT/train/mimic-cxr-train-000000.index    key, suffix, offset, size: two lines per sample, a
+                                              third one for its organs
     OUT/train/manifest.json
         content of the folder, conversion options, excluded and skipped images
 
@@ -33,6 +35,8 @@ MANIFEST = "manifest.json"
 IMAGE_SUFFIXES = ("jpg", "png")
 VOLUME_SUFFIX = "vol"
 """Suffix of the members of `medvl.data.volumes.codec`, in place of an image."""
+ORGAN_SUFFIX = "organs"
+"""Suffix of the organs of voxels, in the same format, beside a volume."""
 REGION_SUFFIX = "safetensors"
 """Suffix of the members of `medvl.data.shards.regions`."""
 NO_IMAGE = "-"
@@ -341,16 +345,20 @@ class Index:
     """int64 (n, 2): offset and size of each image; zeros where a sample has none."""
     meta: np.ndarray
     """int64 (n, 2): offset and size of each JSON."""
+    organs: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """Row -> offset and size of the organs, of samples that have them."""
 
     def to_text(self) -> str:
-        """Return the index file: a header, then `key<TAB>suffix<TAB>offset<TAB>size`, two lines
-        per sample.
+        """Return the index file: a header, then `key<TAB>suffix<TAB>offset<TAB>size`, two or
+        three lines per sample.
         """
         lines = [_INDEX_HEADER]
-        for key, suffix, image, meta in zip(
-            self.keys, self.suffixes, self.image, self.meta, strict=True
-        ):
+        rows = zip(self.keys, self.suffixes, self.image, self.meta, strict=True)
+        for row, (key, suffix, image, meta) in enumerate(rows):
             lines.append(f"{key}\t{suffix}\t{image[0]}\t{image[1]}")
+            if row in self.organs:
+                offset, size = self.organs[row]
+                lines.append(f"{key}\t{ORGAN_SUFFIX}\t{offset}\t{size}")
             lines.append(f"{key}\tjson\t{meta[0]}\t{meta[1]}")
         return "\n".join(lines) + "\n"
 
@@ -361,9 +369,12 @@ class Index:
         """
         try:
             lines = (path.read_bytes() if data is None else data).decode("ascii").splitlines()
-            if not lines or lines[0] != _INDEX_HEADER or len(lines) % 2 == 0:
-                raise ValueError("header or number of lines")
+            if not lines or lines[0] != _INDEX_HEADER:
+                raise ValueError("header")
             rows = [line.split("\t") for line in lines[1:]]
+            rows, organs = _without_organs(rows)
+            if len(rows) % 2:
+                raise ValueError("number of lines")
             images = rows[0::2]
             metas = rows[1::2]
             for image, meta in zip(images, metas, strict=True):
@@ -391,7 +402,8 @@ class Index:
                 f"{path} is damaged: an image without a suffix; convert the corpus again",
                 "malformed",
             )
-        for table_N2 in (tables[0][has_image_N], tables[1]):
+        organs_N2 = np.array(list(organs.values()), np.int64).reshape(-1, 2)
+        for table_N2 in (tables[0][has_image_N], tables[1], organs_N2):
             offset_N, size_N = table_N2.T
             if (offset_N < 0).any() or (size_N <= 0).any() or (size_N > MAX_MEMBER_BYTES).any():
                 raise ShardError(
@@ -400,7 +412,29 @@ class Index:
         suffixes = tuple(
             sys.intern(row[1]) for row in images
         )  # shared strings: a loader keeps every index in memory
-        return cls(tuple(row[0] for row in images), suffixes, tables[0], tables[1])
+        return cls(tuple(row[0] for row in images), suffixes, tables[0], tables[1], organs)
+
+
+def _without_organs(
+    rows: list[list[str]],
+) -> tuple[list[list[str]], dict[int, tuple[int, int]]]:
+    """Return the lines of images and of JSON, and row -> place of the organs, whose lines are
+    between them. Raises ValueError or IndexError for other lines.
+    """
+    if not any(row[1] == ORGAN_SUFFIX for row in rows):
+        return rows, {}
+    others: list[list[str]] = []
+    organs: dict[int, tuple[int, int]] = {}
+    for row in rows:
+        if row[1] != ORGAN_SUFFIX:
+            others.append(row)
+        elif len(others) % 2 == 0 or others[-1][:2] != [row[0], VOLUME_SUFFIX]:
+            raise ValueError(f"organs of sample {row[0]}")
+        elif len(others) // 2 in organs:
+            raise ValueError(f"two organs of sample {row[0]}")
+        else:
+            organs[len(others) // 2] = (int(row[2]), int(row[3]))
+    return others, organs
 
 
 # Reading the members of an untrusted tar in order and in bounded memory.
@@ -409,7 +443,7 @@ class Index:
 # and extended headers are refused; Python's `tarfile` would load an extended header of gigabytes,
 # expand sparse files and keep every member in memory. Nothing is unpacked to disk.
 
-_SUFFIXES = ("json", *IMAGE_SUFFIXES, VOLUME_SUFFIX, REGION_SUFFIX)
+_SUFFIXES = ("json", *IMAGE_SUFFIXES, VOLUME_SUFFIX, ORGAN_SUFFIX, REGION_SUFFIX)
 _NAME = re.compile(rf"[A-Za-z0-9_-]{{1,100}}\.(?:{'|'.join(_SUFFIXES)})")
 _BLOCK = tarfile.BLOCKSIZE
 

@@ -46,6 +46,7 @@ class ShardSource:
     Attributes:
         region_manifest: manifest of the regions, None without.
         has_volumes: whether samples have volumes in place of images.
+        has_organs: whether volumes have masks of organs.
 
     Raises:
         ShardError: a file is missing or damaged, or belongs to another folder.
@@ -70,6 +71,7 @@ class ShardSource:
         paths = [self.folder / f"{shard.name}.tar" for shard in self.manifest.shards]
         self._tars = open_tars(paths, self.manifest.shards, cache)
         self.has_volumes = any(VOLUME_SUFFIX in index.suffixes for index in self._indexes)
+        self.has_organs = any(index.organs for index in self._indexes)
         if len(self) != self.manifest.samples:
             expected = (
                 f"expected {self.manifest.samples} samples by the manifest, got "
@@ -170,6 +172,25 @@ class ShardSource:
             shard, _ = self._locate(position)
             raise self._damaged(shard, self.key(position), str(error), code) from error
 
+    def organs(self, position: int, slices: slice | None = None) -> np.ndarray | None:
+        """Return the organ of each voxel of a volume (`medvl.data.volumes.organs`), uint8, or of
+        some slices in a row along z; None where the sample has no masks. Raises ShardError.
+        """
+        shard, row = self._locate(position)
+        index = self._indexes[shard]
+        if row not in index.organs:
+            return None
+        try:
+            data = self._read(shard, row, np.array(index.organs[row]))
+            header = read_volume_header(data)
+            shape = stored_shape(self.sample(position).extra)
+            if (header.dtype, header.shape) != (np.uint8, shape):
+                raise ValueError("its organs are not on the grid of the volume")
+            return decode_volume(data, slices)
+        except (VolumeError, ValueError) as error:
+            code = error.code if isinstance(error, VolumeError) else "malformed"
+            raise self._damaged(shard, index.keys[row], str(error), code) from error
+
     def volume_bytes(self, position: int) -> int:
         """Return the stored bytes of a sample's volume or image, 0 without one."""
         shard, row = self._locate(position)
@@ -223,7 +244,9 @@ class ShardSource:
             raise ShardError(
                 f"{place} does not exist; copy the .index files too", "not_found"
             ) from None
-        ends = np.concatenate([index.image.sum(axis=1), index.meta.sum(axis=1)])
+        ends = np.concatenate(
+            [index.image.sum(axis=1), index.meta.sum(axis=1), list(map(sum, index.organs.values()))]
+        )
         if len(index.keys) != shard.samples or (len(ends) and ends.max() > size):
             raise ShardError(f"{place} does not fit its tar; convert again", "mismatch")
         return index

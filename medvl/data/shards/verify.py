@@ -19,6 +19,7 @@ from medvl.data.images.codecs import decode_image
 from medvl.data.shards.format import (
     IMAGE_SUFFIXES,
     NO_IMAGE,
+    ORGAN_SUFFIX,
     REGION_SUFFIX,
     VOLUME_SUFFIX,
     Index,
@@ -32,6 +33,7 @@ from medvl.data.shards.source import ShardSource
 from medvl.data.storage.location import Location, local_copy, locate
 from medvl.data.volumes.codec import decode_volume, read_volume_header
 from medvl.errors import ImageError, ShardError, SplitError, VolumeError
+from medvl.schema import ORGANS
 
 # Verification of the regions of a folder of shards against their manifests.
 
@@ -448,6 +450,8 @@ def _check_members(
     for row, key in enumerate(index.keys):
         if index.suffixes[row] != NO_IMAGE:
             expected[f"{key}.{index.suffixes[row]}"] = index.image[row]
+        if row in index.organs:
+            expected[f"{key}.{ORGAN_SUFFIX}"] = np.array(index.organs[row])
         expected[f"{key}.json"] = index.meta[row]
     with tar.open("rb") as file:
         for member in read_members(file, "the tar"):
@@ -477,11 +481,18 @@ def _check_member(
             except ImageError as error:
                 return [f"{tar.name}: {name}: {error}"]
         return []
-    if suffix == VOLUME_SUFFIX:
+    if suffix in (VOLUME_SUFFIX, ORGAN_SUFFIX):
         try:
-            read_volume_header(data)
+            header = read_volume_header(data)
+            if suffix == ORGAN_SUFFIX and header.dtype != np.uint8:
+                raise VolumeError("expected organs of 8 bits", "malformed")
             if decode:
-                decode_volume(data)
+                values_DHW = decode_volume(data)
+                if suffix == ORGAN_SUFFIX and values_DHW.max() > len(ORGANS):
+                    raise VolumeError(
+                        f"expected organs from 0 to {len(ORGANS)}, got {values_DHW.max()}",
+                        "out_of_range",
+                    )
         except VolumeError as error:
             return [f"{tar.name}: {name}: {error}"]
         return []

@@ -226,13 +226,14 @@ class _Reader:
             ],
             axis=1,
         )
-        hu_DHW, spacing, angle = to_canonical(hu_DHW, axes, max_oblique)
+        found = to_canonical(hu_DHW, axes, max_oblique, first.position)
         return Volume(
-            hu_DHW=hu_DHW,
-            spacing=spacing,
+            hu_DHW=found.array,
+            spacing=found.spacing,
+            origin=found.origin,
             modality=first.modality,
             is_hounsfield=first.is_hounsfield,
-            angle=angle,
+            angle=found.angle,
             dropped=MappingProxyType(dict(self.dropped)),
         )
 

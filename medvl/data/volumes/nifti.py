@@ -135,7 +135,11 @@ def _read(
             "unsupported",
             field="datatype",
         )
-    steps = _steps(header, axes) if axes is None or sides is None else axes * sides
+    origin = None
+    if axes is None or sides is None:
+        steps, origin = _steps(header, axes)
+    else:
+        steps = axes * sides
     most = size * _GZIP_RATIO if is_packed else size
     if math.prod(shape) * dtype.itemsize > most:
         raise VolumeError(
@@ -144,8 +148,8 @@ def _read(
             "truncated",
         )
     stored_KJI = _voxels(stream, header, shape, dtype, rescale)
-    hu_DHW, spacing, angle = to_canonical(stored_KJI, steps[:, ::-1], max_oblique)
-    return Volume(hu_DHW=hu_DHW, spacing=spacing, angle=angle)
+    found = to_canonical(stored_KJI, steps[:, ::-1], max_oblique, origin)
+    return Volume(hu_DHW=found.array, spacing=found.spacing, origin=found.origin, angle=found.angle)
 
 
 class _Stream:
@@ -234,8 +238,10 @@ def _shape(header: Any, limits: VolumeLimits) -> tuple[int, int, int]:
     return sides[0], sides[1], sides[2]
 
 
-def _steps(header: Any, axes: np.ndarray | None) -> np.ndarray:
-    """Return the steps along (i, j, k) in mm, in LPS coordinates."""
+def _steps(header: Any, axes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the steps along (i, j, k) in mm, in LPS coordinates, and the place of the first voxel,
+    None where the header has none.
+    """
     from nibabel.spatialimages import HeaderDataError
 
     try:
@@ -246,8 +252,8 @@ def _steps(header: Any, axes: np.ndarray | None) -> np.ndarray:
     except (KeyError, HeaderDataError, ValueError):
         raise VolumeError("the orientation of the header is damaged", "malformed") from None
     if code:
-        steps: np.ndarray = _RAS_TO_LPS @ np.asarray(affine, np.float64)[:3, :3] * unit
-        return steps
+        placed_34 = _RAS_TO_LPS @ np.asarray(affine, np.float64)[:3] * unit
+        return placed_34[:, :3], placed_34[:, 3]
     if axes is None:
         raise VolumeError(
             "the header has neither sform nor qform, so left and right are unknown; give the "
@@ -255,7 +261,7 @@ def _steps(header: Any, axes: np.ndarray | None) -> np.ndarray:
             "missing",
             field="orientation",
         )
-    return axes * np.asarray(header["pixdim"][1:4], np.float64) * unit
+    return axes * np.asarray(header["pixdim"][1:4], np.float64) * unit, None
 
 
 def _voxels(

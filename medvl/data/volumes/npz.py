@@ -59,8 +59,8 @@ def read_npz(
         raise error.prefixed(f"{path}: ") from error
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise VolumeError(f"{path} is damaged: copy it again", "malformed") from error
-    hu_DHW, sides, angle = to_canonical(values, axes)
-    return Volume(hu_DHW=hu_DHW, spacing=sides, angle=angle)
+    found = to_canonical(values, axes)
+    return Volume(hu_DHW=found.array, spacing=found.spacing, angle=found.angle)
 
 
 def _read(member: IO[bytes], limits: VolumeLimits) -> np.ndarray:

@@ -3,12 +3,14 @@ so it imports nothing heavy.
 """
 
 import dataclasses
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 from medvl.errors import ConfigError
 
 Gaps = Literal["refuse", "resample", "longest"]
 Tilt = Literal["refuse", "correct"]
+OrganLabels = Literal["totalsegmentator2", "totalsegmentator1", "organs"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,3 +61,49 @@ class VolumeOptions:
                     "out_of_range",
                     field=name,
                 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OrganOptions:
+    """Organs of volumes: masks beside them, and their texts."""
+
+    organ_masks: Path | None = None
+    """Folder with masks of lung, heart, esophagus and aorta on the grid of each volume, as
+    TotalSegmentator writes them: NAME.nii.gz, or a folder NAME with a file for each structure.
+    """
+    organ_labels: OrganLabels = "totalsegmentator2"
+    """Numbers of a mask with all structures: those of TotalSegmentator 2 or 1, or organs, 1 to 4 in
+    the order above.
+    """
+    organ_descriptions: Path | None = None
+    """JSON file {NAME: {ORGAN: TEXT or {"text": TEXT, "normal": true or false}}} with the findings
+    of each volume or scan by organ; default: sentences of the findings that name the organ.
+    """
+    organ_conclusions: Path | None = None
+    """The same for the impressions."""
+
+    def __post_init__(self) -> None:
+        if self.organ_labels not in get_args(OrganLabels):
+            raise ConfigError(
+                f"expected organ_labels as one of {', '.join(get_args(OrganLabels))}, got "
+                f"{self.organ_labels!r}",
+                "unknown_name",
+                field="organ_labels",
+            )
+        if not self.organ_masks and (self.organ_descriptions or self.organ_conclusions):
+            raise ConfigError(
+                "texts by organ are for volumes with masks; give organ_masks too",
+                "missing",
+                field="organ_masks",
+            )
+
+    def stored(self) -> dict[str, Any]:
+        """Return the options as a manifest stores them, without paths; {} where none is used."""
+        if self.organ_masks is None:
+            return {}
+        files = {
+            "descriptions": self.organ_descriptions,
+            "conclusions": self.organ_conclusions,
+        }
+        given = [name for name, path in files.items() if path is not None]
+        return {"organs": {"labels": self.organ_labels, "files": given}}

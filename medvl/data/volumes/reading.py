@@ -1,18 +1,29 @@
 """A file or a series as the volume that shards store."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from medvl.common.untrusted import InputFolders
+import numpy as np
+
+from medvl.common.untrusted import ANYWHERE, InputFolders
 from medvl.data.volumes.codec import encode_volume
 from medvl.data.volumes.dicom_series import read_dicom_series
 from medvl.data.volumes.nifti import read_nifti
 from medvl.data.volumes.npz import read_npz
-from medvl.data.volumes.options import VolumeFile, VolumeOptions
+from medvl.data.volumes.options import OrganLabels, VolumeFile, VolumeOptions
+from medvl.data.volumes.organs import (
+    find_organ_masks,
+    organ_box,
+    prepared_organs,
+    read_organs,
+    volume_name,
+)
 from medvl.data.volumes.resampling import crop_or_pad, resample_volume
 from medvl.data.volumes.stored import volume_fields
 from medvl.data.volumes.volume import Volume, check_hounsfield
+from medvl.errors import VolumeError
 
 NPZ_ARRAY = "ct"
 """Name of the array in NumPy archives, as in RAD-ChestCT."""
@@ -26,6 +37,13 @@ def read_volume(
 
     Raises FileNotFoundError, VolumeError and DicomError as the readers and `check_hounsfield`.
     """
+    return prepared(read_original(path, file, options, folders), options)
+
+
+def read_original(
+    path: Path, file: VolumeFile, options: VolumeOptions, folders: InputFolders
+) -> Volume:
+    """Read a volume as `read_volume`, with the spacing and size of its file."""
     if path.is_dir():
         volume = read_dicom_series(path, gaps=options.gaps, tilt=options.tilt, folders=folders)
     elif path.suffix == ".npz":
@@ -48,7 +66,7 @@ def read_volume(
         volume = dataclasses.replace(volume, modality=file.modality)
     if volume.modality == "CT":
         check_hounsfield(volume)
-    return prepared(volume, options)
+    return volume
 
 
 def prepared(volume: Volume, options: VolumeOptions) -> Volume:
@@ -60,11 +78,55 @@ def prepared(volume: Volume, options: VolumeOptions) -> Volume:
     return volume
 
 
-def encode_stored_volume(
-    path: Path, file: VolumeFile, options: VolumeOptions, folders: InputFolders
-) -> tuple[bytes, dict[str, Any]]:
-    """Read a volume as `read_volume`. Return the encoded one, and what `Sample.extra` says about
-    it.
+def read_organ_volume(
+    path: Path, masks: Path, labels: OrganLabels, options: VolumeOptions
+) -> np.ndarray:
+    """Return a volume and the organ of each voxel, int16 (2, D, H, W), with the spacing and size of
+    `options`.
+
+    Raises VolumeError "missing" where the folder `masks` has none of the volume, and as
+    `read_volume` and `read_organs`.
     """
-    volume = read_volume(path, file, options, folders)
-    return encode_volume(volume.hu_DHW), volume_fields(volume)
+    files = find_organ_masks(masks, path.absolute())
+    if not files:
+        raise VolumeError(
+            f"{path}: {masks} has no mask of it; expected {volume_name(path)}.nii.gz, or a folder "
+            f"{volume_name(path)} with a file for each structure",
+            "missing",
+            field="organ_masks",
+        )
+    volume = read_original(path, VolumeFile(), options, ANYWHERE)
+    organs_DHW = read_organs(files, volume, VolumeFile(), labels, ANYWHERE)
+    organs_DHW = prepared_organs(organs_DHW, volume, options)
+    return np.stack([prepared(volume, options).hu_DHW, organs_DHW])
+
+
+class StoredVolume(NamedTuple):
+    """What shards hold of a volume."""
+
+    volume: bytes
+    organs: bytes
+    """The organ of each voxel (`medvl.data.volumes.organs`); empty without masks."""
+    fields: dict[str, Any]
+    """Fields of `Sample.extra`."""
+    box: list[list[int]] | None
+    """Voxels of all organs, as `organ_box`."""
+
+
+def encode_stored_volume(
+    path: Path,
+    file: VolumeFile,
+    options: VolumeOptions,
+    folders: InputFolders,
+    masks: Mapping[str, Path],
+    labels: OrganLabels,
+) -> StoredVolume:
+    """Read a volume as `read_volume`, and its masks as `read_organs`."""
+    original = read_original(path, file, options, folders)
+    organs, box = b"", None
+    if masks:
+        organs_DHW = read_organs(masks, original, file, labels, folders)
+        organs_DHW = prepared_organs(organs_DHW, original, options)
+        organs, box = encode_volume(organs_DHW), organ_box(organs_DHW)
+    volume = prepared(original, options)
+    return StoredVolume(encode_volume(volume.hu_DHW), organs, volume_fields(volume), box)

@@ -36,23 +36,8 @@ def resample_volume(volume: Volume, spacing: Sequence[float], *, antialias: bool
     """
     from scipy import ndimage
 
-    goal = tuple(float(step) for step in spacing)
-    if len(goal) != 3 or not all(0 < step < float("inf") for step in goal):
-        raise ConfigError(
-            f"expected spacing as three numbers of mm above 0, got {tuple(spacing)}",
-            "out_of_range",
-            field="spacing",
-        )
     shape = volume.hu_DHW.shape
-    # 1e-6: 3.0 / 0.1 voxels are 30, not 29
-    sides = [
-        int(side * old / new + 1e-6)
-        for side, old, new in zip(shape, volume.spacing, goal, strict=True)
-    ]
-    if min(sides) < 1:
-        raise ConfigError(
-            f"a spacing of {goal} mm leaves {sides} voxels", "out_of_range", field="spacing"
-        )
+    goal, sides = _sides_at(volume, spacing)
     sigmas = [
         (new / old - 1) / 2 if antialias and new / old > _UNFILTERED else 0.0
         for old, new in zip(volume.spacing, goal, strict=True)
@@ -75,7 +60,45 @@ def resample_volume(volume: Volume, spacing: Sequence[float], *, antialias: bool
         old * before / after
         for old, before, after in zip(volume.spacing, shape, sides, strict=True)
     ]
-    return dataclasses.replace(volume, hu_DHW=hu_DHW, spacing=(exact[0], exact[1], exact[2]))
+    return dataclasses.replace(
+        volume, hu_DHW=hu_DHW, spacing=(exact[0], exact[1], exact[2]), origin=None
+    )
+
+
+def _sides_at(volume: Volume, spacing: Sequence[float]) -> tuple[tuple[float, ...], list[int]]:
+    """Return a spacing, and a volume's sides at it. Raises ConfigError as `resample_volume`."""
+    goal = tuple(float(step) for step in spacing)
+    if len(goal) != 3 or not all(0 < step < float("inf") for step in goal):
+        raise ConfigError(
+            f"expected spacing as three numbers of mm above 0, got {tuple(spacing)}",
+            "out_of_range",
+            field="spacing",
+        )
+    # 1e-6: 3.0 / 0.1 voxels are 30, not 29
+    sides = [
+        int(side * old / new + 1e-6)
+        for side, old, new in zip(volume.hu_DHW.shape, volume.spacing, goal, strict=True)
+    ]
+    if min(sides) < 1:
+        raise ConfigError(
+            f"a spacing of {goal} mm leaves {sides} voxels", "out_of_range", field="spacing"
+        )
+    return goal, sides
+
+
+def resample_labels(labels_DHW: np.ndarray, volume: Volume, spacing: Sequence[float]) -> np.ndarray:
+    """Return labels on the grid of a volume as `resample_volume` resamples the volume: of each new
+    voxel, those of the old one that holds its centre.
+
+    Raises ConfigError as `resample_volume`.
+    """
+    _, sides = _sides_at(volume, spacing)
+    places = [
+        ((np.arange(after) + 0.5) * before / after).astype(np.int64)
+        for before, after in zip(labels_DHW.shape, sides, strict=True)
+    ]
+    resampled: np.ndarray = labels_DHW[np.ix_(*places)]
+    return resampled
 
 
 def _interpolate_depth(slab_DHW: np.ndarray, depth: int) -> np.ndarray:
@@ -101,7 +124,7 @@ def crop_or_pad(volume: Volume, size: Sequence[int], *, value: int = AIR) -> Vol
             "out_of_range",
             field="size",
         )
-    out_DHW = np.full(tuple(size), value, np.int16)
+    out_DHW = np.full(tuple(size), value, volume.hu_DHW.dtype)
     source = []
     target = []
     for before, after in zip(volume.hu_DHW.shape, size, strict=True):
@@ -111,7 +134,7 @@ def crop_or_pad(volume: Volume, size: Sequence[int], *, value: int = AIR) -> Vol
         first = (after - count) // 2
         target.append(slice(first, first + count))
     out_DHW[tuple(target)] = volume.hu_DHW[tuple(source)]
-    return dataclasses.replace(volume, hu_DHW=out_DHW)
+    return dataclasses.replace(volume, hu_DHW=out_DHW, origin=None)
 
 
 def apply_window(hu: np.ndarray, low: float, high: float) -> np.ndarray:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from medvl.common.untrusted import ANYWHERE
-from medvl.data.volumes.options import VolumeFile, VolumeOptions
+from medvl.data.volumes.options import OrganLabels, VolumeFile, VolumeOptions
+from medvl.data.volumes.organs import organ_box
 from medvl.data.volumes.volume import AIR, Volume
 from medvl.errors import ConfigError, VolumeError
 
@@ -40,6 +41,14 @@ class VolumeTransform:
     """Largest shift of the crop from the centre along (z, y, x), in voxels, drawn anew for each
     sample and epoch; it stays inside of the volume. For training.
     """
+    organs: bool = False
+    """Add a second channel, the organ of each voxel (`medvl.data.volumes.organs`), and centre crops
+    on the box of all organs.
+    """
+    organ_masks: Path | None = None
+    """Folder of the masks of original files, with `organs`."""
+    organ_labels: OrganLabels = "totalsegmentator2"
+    """Numbers of these masks."""
 
     def __post_init__(self) -> None:
         for name, least in (("size", 1), ("shift", 0)):
@@ -65,7 +74,7 @@ class VolumeTransform:
     def bytes(self) -> int:
         """Bytes of one volume in a batch."""
         depth, height, width = self.size
-        return 2 * depth * height * width
+        return (4 if self.organs else 2) * depth * height * width
 
     @property
     def stored(self) -> VolumeOptions:
@@ -73,11 +82,13 @@ class VolumeTransform:
         return VolumeOptions()
 
     def __call__(self, volumes: Any) -> "Tensor":
-        """Prepare volumes for a model: return int16 (B, 1, D, H, W) of `size`.
+        """Prepare volumes for a model: return int16 (B, 1, D, H, W) of `size`, or (B, 2, D, H, W)
+        with `organs`.
 
         Args:
             volumes: one volume or a list of them: NIfTI files, folders of DICOM series, `Volume`,
-                or int16 arrays (D, H, W) of the shards' spacing.
+                or int16 arrays (D, H, W) of the shards' spacing; with `organs`, files, or arrays
+                (2, D, H, W).
 
         Raises VolumeError, DicomError or FileNotFoundError if a volume cannot be read, ConfigError
         for an empty list.
@@ -89,15 +100,24 @@ class VolumeTransform:
             raise ConfigError(
                 "expected at least one volume, got an empty list", "empty", field="images"
             )
-        cuts = [self.fill(values, self.cut(values.shape)) for values in map(self.read, listed)]
-        return torch.from_numpy(np.stack(cuts))[:, None]
+        cuts = [self._whole_cut(values) for values in map(self.read, listed)]
+        return torch.from_numpy(np.stack(cuts))
+
+    def _whole_cut(self, values: np.ndarray) -> np.ndarray:
+        """Return the cut (C, D, H, W) of what `read` returns."""
+        if not self.organs:
+            return self.fill(values, self.cut(values.shape))[None]
+        hu_DHW, organs_DHW = values
+        cut = self.cut(hu_DHW.shape, box=organ_box(organs_DHW))
+        return np.stack([self.fill(hu_DHW, cut), self.fill(organs_DHW, cut, 0)])
 
     def read(self, volume: Any, *, frame: int | None = None) -> np.ndarray:
-        """Return the values of an original volume as its shards would store them: int16 (D, H, W).
+        """Return the values of an original volume as its shards would store them: int16 (D, H, W),
+        or (2, D, H, W) with `organs`.
 
         `frame`, which transforms of images have, is not used. Raises as a call does.
         """
-        from medvl.data.volumes.reading import prepared, read_volume
+        from medvl.data.volumes.reading import prepared, read_organ_volume, read_volume
 
         if isinstance(volume, str | os.PathLike):
             path = Path(volume)
@@ -107,24 +127,43 @@ class VolumeTransform:
                     "reads volumes",
                     "unsupported",
                 )
-            return read_volume(path, VolumeFile(), self.stored, ANYWHERE).hu_DHW
-        if isinstance(volume, Volume):
+            if not self.organs:
+                return read_volume(path, VolumeFile(), self.stored, ANYWHERE).hu_DHW
+            if self.organ_masks is None:
+                raise VolumeError(
+                    f"{path}: the model needs masks of organs; name their folder (--organ-masks), "
+                    "or let it use all of the volume (--all-tokens)",
+                    "missing",
+                    field="organ_masks",
+                )
+            return read_organ_volume(path, self.organ_masks, self.organ_labels, self.stored)
+        axes = 4 if self.organs else 3
+        if isinstance(volume, Volume) and not self.organs:
             return prepared(volume, self.stored).hu_DHW
         values = np.asarray(volume)
-        if values.ndim != 3 or values.dtype != np.int16:
+        if values.ndim != axes or values.dtype != np.int16 or (self.organs and len(values) != 2):
+            shape = "and organs (2, D, H, W)" if self.organs else "(D, H, W)"
             raise VolumeError(
-                f"expected int16 Hounsfield units (D, H, W), got {values.dtype} {values.shape}",
+                f"expected int16 Hounsfield units {shape}, got {values.dtype} {values.shape}",
                 "unsupported",
             )
         return values
 
-    def cut(self, shape: Sequence[int], rng: np.random.Generator | None = None) -> Cut:
-        """Return the cut of a volume of `shape`, shifted with `rng`."""
+    def cut(
+        self,
+        shape: Sequence[int],
+        rng: np.random.Generator | None = None,
+        box: Sequence[Sequence[int]] | None = None,
+    ) -> Cut:
+        """Return the cut of a volume of `shape`, shifted with `rng`; around the middle of `box`,
+        its first and last voxels along each axis, in place of that of the volume.
+        """
         source = []
         target = []
-        for before, after, most in zip(shape, self.size, self.shift, strict=True):
+        sides = box or [(0, before) for before in shape]
+        for before, after, most, ends in zip(shape, self.size, self.shift, sides, strict=True):
             count = min(before, after)
-            first = (before - count) // 2
+            first = min(max((sum(ends) - count) // 2, 0), before - count)
             if rng is not None and most:
                 shifted = first + int(rng.integers(-most, most + 1))
                 first = min(max(shifted, 0), before - count)
@@ -133,9 +172,11 @@ class VolumeTransform:
             target.append(slice(start, start + count))
         return Cut((source[0], source[1], source[2]), (target[0], target[1], target[2]))
 
-    def fill(self, slices_DHW: np.ndarray, cut: Cut) -> np.ndarray:
-        """Return int16 (D, H, W) of `size` from a volume, or its slices `Cut.source[0]`."""
-        out_DHW = np.full(self.size, AIR, np.int16)
+    def fill(self, slices_DHW: np.ndarray, cut: Cut, value: int = AIR) -> np.ndarray:
+        """Return int16 (D, H, W) of `size` from a volume, or its slices `Cut.source[0]`, with
+        `value` around it.
+        """
+        out_DHW = np.full(self.size, value, np.int16)
         if len(slices_DHW) > cut.source[0].stop - cut.source[0].start:  # of a whole volume
             slices_DHW = slices_DHW[cut.source[0]]
         out_DHW[cut.target] = slices_DHW[:, cut.source[1], cut.source[2]]

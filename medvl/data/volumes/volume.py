@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,6 +52,10 @@ class Volume:
     """
     spacing: tuple[float, float, float]
     """Millimetres between voxels along (z, y, x)."""
+    origin: tuple[float, float, float] | None = None
+    """Place of the first voxel along (z, y, x) in mm, in DICOM's coordinates of the patient; None
+    where the file states none, and once the volume is resampled or cut.
+    """
     modality: str | None = None
     """CT, MR, ... as in DICOM; None where the file has none (NIfTI)."""
     is_hounsfield: bool | None = None
@@ -91,9 +96,23 @@ def check_hounsfield(volume: Volume) -> None:
         raise VolumeError(message, "not_hu")
 
 
+class Canonical(NamedTuple):
+    """A volume in canonical orientation."""
+
+    array: np.ndarray
+    """Contiguous."""
+    spacing: tuple[float, float, float]
+    angle: float
+    """Largest angle between an axis and the one that it becomes, in degrees."""
+    origin: tuple[float, float, float] | None
+
+
 def to_canonical(
-    array: np.ndarray, axes: np.ndarray, max_oblique: float = MAX_OBLIQUE
-) -> tuple[np.ndarray, tuple[float, float, float], float]:
+    array: np.ndarray,
+    axes: np.ndarray,
+    max_oblique: float = MAX_OBLIQUE,
+    origin: np.ndarray | None = None,
+) -> Canonical:
     """Permute and flip an array to (z to the head, y to the back, x to the left).
 
     Args:
@@ -102,9 +121,7 @@ def to_canonical(
             array, in DICOM's coordinates of the patient (x to the left, y to the back, z to the
             head).
         max_oblique: largest angle in degrees between an axis and the one that it becomes.
-
-    Returns:
-        A contiguous array, its spacing, and the largest angle.
+        origin: (x, y, z) of the first voxel in the same coordinates; None: unknown.
 
     Raises:
         VolumeError: "malformed" for steps that are not finite or 0; "tilt" for axes that are not at
@@ -138,7 +155,13 @@ def to_canonical(
     turned = array.transpose(z, y, x)
     flips = tuple(slice(None, None, -1 if cosine < 0 else 1) for cosine in reversed(nearest))
     sides = (float(spacing[z]), float(spacing[y]), float(spacing[x]))
-    return np.ascontiguousarray(turned[flips]), sides, angle
+    first = None
+    if origin is not None:
+        for axis, cosine in zip(order, nearest, strict=True):
+            if cosine < 0:
+                origin = origin + axes[:, axis] * (array.shape[axis] - 1)
+        first = (float(origin[2]), float(origin[1]), float(origin[0]))
+    return Canonical(np.ascontiguousarray(turned[flips]), sides, angle, first)
 
 
 def tilted(degrees: float) -> VolumeError:

@@ -45,6 +45,7 @@ class VolumeEncoder(Encoder):
         grid: patches along (z, y, x) of a volume of `size`.
         window: values that become 0 and 1.
         max_scans: most scans of a study.
+        maps: layers whose patches are returned, one after another.
         feature_dim, patch_dim: widths of `pooled_BD` and `patches_BPD`.
         config: arguments that create the same encoder with random weights, JSON values only.
     """
@@ -59,6 +60,7 @@ class VolumeEncoder(Encoder):
         self.feature_dim: int = net.width
         self.patch_dim: int = net.width
         self.max_scans = net.max_scans
+        self.maps = net.maps
 
     def forward(self, image_BCDHW: Tensor) -> ImageFeatures:
         """Encode a batch of volumes.
@@ -70,7 +72,8 @@ class VolumeEncoder(Encoder):
                 interpolated to another size than `size`.
 
         Returns:
-            Patches in the order of scans, z, y, x; `grid` counts those of all scans along z.
+            Patches in the order of layers, scans, z, y, x; `grid` counts those of all layers and
+            scans along z.
 
         Raises:
             ConfigError: "mismatch" for another shape or too many scans; "wrong_type".
@@ -91,7 +94,9 @@ class VolumeEncoder(Encoder):
             )
         tokens_BTD = self.backbone(self._normalize(image_BCDHW))
         return ImageFeatures(
-            tokens_BTD[:, 0], tokens_BTD[:, 1:], (scans * grid[0], grid[1], grid[2])
+            tokens_BTD[:, 0],
+            tokens_BTD[:, 1:],
+            (self.maps * scans * grid[0], grid[1], grid[2]),
         )
 
     def _normalize(self, image_BCDHW: Tensor) -> Tensor:
@@ -135,7 +140,7 @@ def create_volume_encoder(
         rescale: keep the response of an inflated encoder to a constant image when its filters are
             enlarged; HLIP does not.
         arguments: those of the network: of "vit", `patch_size`, `embed_dim`, `depth`, `num_heads`,
-            `attention`, `drop_path_rate` and `max_scans`
+            `attention`, `drop_path_rate`, `max_scans`, `dropout` and `layers`
             (`medvl.encoders.volume.hierarchical_vit.HierarchicalViT`); of "ctvit", those of
             `medvl.encoders.volume.ctvit.CTViT`.
 

@@ -127,6 +127,8 @@ class HierarchicalViT(VolumeNetwork):
         attention: Sequence[Level] | None = None,
         drop_path_rate: float = 0.0,
         max_scans: int = 0,
+        dropout: float = 0.0,
+        layers: Sequence[int] = (),
     ) -> None:
         super().__init__()
         from timm.models.vision_transformer import Block
@@ -135,10 +137,15 @@ class HierarchicalViT(VolumeNetwork):
             0 <= drop_path_rate < 1, "drop_path_rate", "a rate in [0, 1)", drop_path_rate
         )
         check_argument(max_scans >= 0, "max_scans", "0 or more", max_scans)
+        check_argument(0 <= dropout < 1, "dropout", "a rate in [0, 1)", dropout)
+        is_right = list(layers) == sorted({*layers} & {*range(depth)})
+        check_argument(is_right, "layers", f"layers from 0 to {depth - 1} in order", list(layers))
         check_width(embed_dim, num_heads)
         self.patch_size = three_sides(patch_size, "patch_size")
         self.width = embed_dim
         self.max_scans = max(1, max_scans)
+        self.layers = tuple(layers)
+        self.maps = 1 + len(self.layers)
         self.grid = grid_of(size, self.patch_size)
         self.levels = _levels(attention, depth)
         self.settings = {
@@ -149,12 +156,23 @@ class HierarchicalViT(VolumeNetwork):
             "attention": list(self.levels),
             "drop_path_rate": drop_path_rate,
             "max_scans": max_scans,
+            "dropout": dropout,
+            "layers": list(layers),
         }
         self.patch_embed = PatchEmbedding(self.patch_size, embed_dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         rates = [drop_path_rate * layer / max(1, depth - 1) for layer in range(depth)]
         self.blocks = nn.ModuleList(
-            Block(embed_dim, num_heads, 4.0, qkv_bias=True, drop_path=rate, norm_layer=_Norm)
+            Block(
+                embed_dim,
+                num_heads,
+                4.0,
+                qkv_bias=True,
+                proj_drop=dropout,
+                attn_drop=dropout,
+                drop_path=rate,
+                norm_layer=_Norm,
+            )
             for rate in rates
         )
         self.norm = _Norm(embed_dim)
@@ -233,15 +251,18 @@ class HierarchicalViT(VolumeNetwork):
             ],
             dim=1,
         )
-        for level, block in zip(self.levels, self.blocks, strict=True):
+        earlier = []
+        for layer, (level, block) in enumerate(zip(self.levels, self.blocks, strict=True)):
             tokens = regroup(tokens, count, parts[level])
             count = parts[level]
             if self._checkpoints and self.training:
                 tokens = checkpoint(block, tokens, use_reentrant=False)
             else:
                 tokens = block(tokens)
+            if layer in self.layers:
+                earlier.append(regroup(tokens, count, 1)[:, 1:])
         normalized: Tensor = self.norm(regroup(tokens, count, 1))
-        return normalized
+        return torch.cat([normalized[:, :1], *earlier, normalized[:, 1:]], dim=1)
 
     def _scan_positions(self, scans: int) -> Tensor:
         """Return the rows (1, N, D) of the scans: drawn in training, else the first ones."""

@@ -18,18 +18,20 @@ class VolumeNetwork(nn.Module, abc.ABC):
         patch_size: voxels along (z, y, x) from one patch to the next.
         width: D, dimension of tokens.
         max_scans: most scans of a study.
+        maps: layers whose patches are returned.
         settings: arguments that create the same network, beside the size; JSON values only.
     """
 
     patch_size: Sides
     width: int
     max_scans: int = 1
+    maps: int = 1
     settings: Mapping[str, Any] = {}
 
     @abc.abstractmethod
     def forward(self, image_BNDHW: Tensor) -> Tensor:
-        """Return (B, 1 + P, D): the vector of each study, then its patches in the order n, d, h,
-        w.
+        """Return (B, 1 + P, D): the vector of each study, then its patches in the order of layers,
+        n, d, h, w.
         """
 
     @abc.abstractmethod

@@ -263,7 +263,7 @@ def encode_batch(
     """
     pixels = batch.pixels.to(device, non_blocking=True)
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        if batch.image_BCDHW is None or pixels.shape[1] == 1:
+        if batch.image_BCDHW is None or pixels.dtype != torch.uint8:
             return model.embed_images(pixels)
         slices = pixels.shape[2]
         return _pool_slices(model.embed_images(pixels.transpose(1, 2).flatten(0, 1)), slices)

@@ -15,7 +15,7 @@ from medvl.phantom.language.ct_reports import compose_ct_report
 from medvl.phantom.layouts.volumes import spacing_of, truth_of, write_nifti
 from medvl.phantom.layouts.writer import workbook_bytes
 from medvl.phantom.population.volumes import CT_FINDINGS, ChestCT, sample_chest_ct
-from medvl.phantom.rendering.volumes import draw_volume
+from medvl.phantom.rendering.volumes import draw_volume, organ_numbers
 
 Shape = tuple[int, int, int]
 
@@ -69,6 +69,7 @@ def write_ct_rate(
     patients: int = 40,
     shape: Shape = (32, 64, 64),
     reconstructions: int = 2,
+    organ_masks: bool = False,
     seed: int = 0,
 ) -> None:
     """Write `dataset/` as CT-RATE has it: a quarter of the patients in the official part valid.
@@ -84,6 +85,7 @@ def write_ct_rate(
         patients: number of patients, at least 2.
         shape: voxels along (z, y, x) of the field of 30 x 36 x 36 cm.
         reconstructions: volumes of a scan.
+        organ_masks: write the organs of each volume to organ_masks/, as `organ_numbers` has them.
         seed: seed of the population.
 
     Raises:
@@ -109,6 +111,14 @@ def write_ct_rate(
                 _write_raw(path, hu_DHW, intercept, flips)
             else:
                 write_nifti(path, hu_DHW, flips)
+            if organ_masks:
+                mask = folder / "organ_masks" / name
+                mask.parent.mkdir(exist_ok=True)
+                numbers_DHW = organ_numbers(scan.chest, shape)
+                if intercept:
+                    _write_raw(mask, numbers_DHW, 0, flips)
+                else:
+                    write_nifti(mask, numbers_DHW, flips)
             for table, row in _ct_rate_rows(scan, name, shape, intercept, number == 0).items():
                 rows.setdefault(table, []).append(row)
     for part, long in (("train", "train"), ("valid", "validation")):

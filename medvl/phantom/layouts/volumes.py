@@ -15,7 +15,7 @@ from medvl.errors import ConfigError
 from medvl.phantom.language.ct_reports import compose_ct_report
 from medvl.phantom.population.volumes import CT_FINDINGS, ChestCT, sample_chest_ct
 from medvl.phantom.population.world import generator
-from medvl.phantom.rendering.volumes import FIELD, draw_volume, finding_masks
+from medvl.phantom.rendering.volumes import FIELD, draw_volume, finding_masks, organ_numbers
 
 _STREAM = 73
 _ROOT_UID = "1.2.826.0.1.3680043.8.498"
@@ -30,6 +30,7 @@ def write_volumes(
     shape: tuple[int, int, int] = (32, 64, 64),
     reconstructions: int = 1,
     dicom: bool = False,
+    organ_masks: bool = False,
     seed: int = 0,
 ) -> None:
     """Write one scan of each patient.
@@ -47,6 +48,7 @@ def write_volumes(
         reconstructions: volumes of a scan: a smooth kernel, then sharper ones.
         dicom: write DICOM series too: files in random order, one localizer, a rescale of its own in
             each slice, and InstanceNumber against the position.
+        organ_masks: write the organs of each volume to organ_masks/, as `organ_numbers` has them.
         seed: seed of the population.
 
     Raises:
@@ -58,7 +60,7 @@ def write_volumes(
             "expected patients, reconstructions and sides of 1 or more, got less", "out_of_range"
         )
     folder = Path(root)
-    for name in ("nifti", "dicom") if dicom else ("nifti",):
+    for name in ("nifti", *["dicom"] * dicom, *["organ_masks"] * organ_masks):
         (folder / name).mkdir(parents=True, exist_ok=True)
     header = [
         *("patient", "study", "path", "series", "reconstruction", "findings", "impression"),
@@ -77,6 +79,8 @@ def write_volumes(
             hu_DHW = draw_volume(chest, shape, reconstruction=index)
             path = Path("nifti") / f"{names[1]}_{index + 1}.nii.gz"
             write_nifti(folder / path, hu_DHW)
+            if organ_masks:
+                write_nifti(folder / "organ_masks" / path.name, organ_numbers(chest, shape))
             series = Path("dicom") / f"{names[1]}_{index + 1}" if dicom else ""
             if dicom:
                 _write_series(folder / series, hu_DHW, chest, index)

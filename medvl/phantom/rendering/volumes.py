@@ -144,6 +144,32 @@ def finding_masks(chest: ChestCT, shape: tuple[int, int, int]) -> dict[str, np.n
     return masks
 
 
+def organ_numbers(chest: ChestCT, shape: tuple[int, int, int]) -> np.ndarray:
+    """Return the structures of a volume, uint8 (D, H, W), with the numbers of TotalSegmentator 2.
+
+    They are lobes of the lungs, the liver, the heart, the aorta, and the esophagus, which has the
+    density of the tissue around it; the last two end within the volume.
+    """
+    grid = _Grid.of(chest, shape)
+    out_DHW = np.zeros(shape, np.uint8)
+
+    def draw(share: np.ndarray, number: int) -> None:
+        out_DHW[np.broadcast_to(share, shape) > 0.5] = number
+
+    z, y, x = LUNG_CENTER
+    for side, lobes in ((1, (10, 11)), (-1, (12, 13, 14))):
+        lung = grid.ellipsoid((z, y, side * x), LUNG_RADII)
+        for place, number in enumerate(lobes):  # from the head down
+            draw(lung * (grid.z < LUNG_RADII[0] * (1 - 2 * place / len(lobes))), number)
+    draw(grid.ellipsoid((-16.0, 0.0, -6.5), (8.0, 8.5, 8.5)), 5)
+    thorax = abs(grid.z) < 0.8 * FIELD[0] / 2
+    draw(grid.tube(3.4, -0.2, (0.9, 0.9)) * thorax, 15)
+    draw(grid.tube(5.2, 2.4, (1.4, 1.4)) * thorax, 52)
+    heart = next((each.radii for each in chest.findings if each.name == "Cardiomegaly"), HEART[1])
+    draw(grid.ellipsoid(HEART[0], heart), 51)
+    return out_DHW
+
+
 def _paint(hu: np.ndarray, share: np.ndarray, value: float) -> None:
     hu += (value - hu) * share
 

@@ -84,7 +84,8 @@ def open_volumes(data: VolumeDataConfig, model: Any, micro_batch: int) -> DataLo
         "inputs": model.inputs,
         "memory": int(data.memory_gib * 2**30),
     }
-    loader = open_train(data, source, micro_batch, image=data.volume, **options)
+    volume = dataclasses.replace(data.volume, organs=model.transform.organs)
+    loader = open_train(data, source, micro_batch, image=volume, **options)
     if valid is None:
         return DataLoaders(loader, None, None, entries)
     options["image"] = model.transform
