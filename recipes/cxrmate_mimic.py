@@ -14,9 +14,9 @@ prefix; a Llama of six layers of width 768 from random weights; AdamW at 5e-5, c
 The published image encoder, UniFormer-B, is not in timm.
 
 Preset `rewards`: self-critical training of the result of `paper` on the F1 of present findings with
-their sides, and on n-grams, with an entropy of 0.05 (EAST). `--model.rewards.weights.sentences 1`
+their sides, and on n-grams, with an entropy of 0.05 (EAST). `--rewards.weights.sentences 1`
 also rewards sentences that are near by MiniLM, which gives 0.955 to a denied finding, so not without
-findings; `--model.rewards.weights.radgraph` needs `medvl[reports]`.
+findings; `--rewards.weights.radgraph` needs `medvl[reports]`.
 
 Preset `tiny`: the ResNet-10 of the quickstart's ConVIRT, and a decoder of two layers of width 128.
 Preset `rewards-tiny` compares texts of one image with each other (GRPO).
@@ -52,12 +52,14 @@ import dataclasses
 from pathlib import Path
 
 from medvl.data import ConVIRTAugmentation, TextPair, WholeText
-from medvl.models import CXRMateConfig, RewardConfig
+from medvl.models import CXRMateConfig
 from medvl.train import (
     Constant,
     DataConfig,
     OptimConfig,
     Recipe,
+    RewardConfig,
+    RewardRecipe,
     Run,
     TrainConfig,
     launch,
@@ -108,18 +110,21 @@ tiny = quickstart.report_recipe(
     TINY,
     SECTIONS,
 )
-rewards = dataclasses.replace(
-    paper,
-    model=dataclasses.replace(PAPER, rewards=RewardConfig()),
+rewards = RewardRecipe(
+    model=PAPER,
     pretrained=False,
     init_from=Path("runs/cxrmate-mimic/best"),
+    rewards=RewardConfig(),
+    data=paper.data,
     optim=dataclasses.replace(paper.optim, lr=5e-6, schedule=Constant(warmup_steps=500)),
     train=dataclasses.replace(paper.train, run_dir=Path("runs/cxrmate-mimic-rewards"), epochs=4),
 )
-rewards_tiny = dataclasses.replace(
-    tiny,
-    model=dataclasses.replace(TINY, rewards=RewardConfig(method="group", samples=4)),
+rewards_tiny = RewardRecipe(
+    model=TINY,
+    pretrained=False,
     init_from=Path("quickstart/cxrmate/best"),
+    rewards=RewardConfig(method="group", samples=4),
+    data=tiny.data,
     optim=dataclasses.replace(tiny.optim, lr=3e-5, schedule=Constant(warmup_steps=4)),
     train=dataclasses.replace(
         tiny.train,

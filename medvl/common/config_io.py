@@ -81,6 +81,8 @@ def check_labels(labels: Sequence[str], field: str, *, fewest: int = 1) -> None:
 Config = TypeVar("Config")
 
 _KIND = "kind"
+ANY = object()
+"""Constant of `former` for fields that were no settings of the class, and are left out."""
 
 
 def to_dict(config: Any, leave_out: Collection[str] = ()) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def from_dict(cls: type[Config], data: Mapping[str, Any]) -> Config:
     take defaults.
 
     A class may list fields of earlier versions with the constants that replaced them, as `former`:
-    they are left out where they hold the constant.
+    they are left out where they hold the constant, or any value (`ANY`).
 
     Raises ConfigError with the dotted path in `field`: `unknown_name` (with the nearest field
     name), `missing`, `wrong_type`, `unsupported` for a former field with another value, or the code
@@ -142,7 +144,9 @@ def upgrade_settings(
     former = former_fields(type(config))
     hints = _field_types(type(config))
     upgraded = {
-        name: value for name, value in stored.items() if name not in former or value != former[name]
+        name: value
+        for name, value in stored.items()
+        if name not in former or not (former[name] is ANY or value == former[name])
     }
     for field in dataclasses.fields(config):
         name = field.name
@@ -254,7 +258,7 @@ def _decode_dataclass(cls: type[Config], data: Any, path: str) -> Config:
         if name not in fields and name != _KIND:
             unknown = _join(path, name)
             if name in former:
-                if data[name] == former[name]:
+                if former[name] is ANY or data[name] == former[name]:
                     continue
                 message = f"{unknown}: expected {former[name]!r}, got {data[name]!r}"
                 reason = f"{cls.__name__} has this value as a constant"

@@ -277,7 +277,6 @@ if TYPE_CHECKING:
         CXRMate as CXRMate,
         CXRMateConfig as CXRMateConfig,
     )
-    from medvl.models.report_generators.parts.rewards import RewardConfig as RewardConfig
     from medvl.models.report_generators.r2gen import R2Gen as R2Gen, R2GenConfig as R2GenConfig
     from medvl.models.text_decoding import Decoding as Decoding
     from medvl.models.volumes.ct_clip import CTCLIP as CTCLIP, CTCLIPConfig as CTCLIPConfig

@@ -73,6 +73,11 @@ if TYPE_CHECKING:
         open_data as open_data,
         open_pairs as open_pairs,
     )
+    from medvl.train.tasks.rewards import (
+        RewardConfig as RewardConfig,
+        RewardRecipe as RewardRecipe,
+        RewardTask as RewardTask,
+    )
     from medvl.train.tasks.supervised import (
         ChangeDataConfig as ChangeDataConfig,
         ClassificationDataConfig as ClassificationDataConfig,

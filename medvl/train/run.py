@@ -20,6 +20,7 @@ from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.loop.state import Evaluator
 from medvl.train.loop.trainer import TrainResult, train
 from medvl.train.tasks.pretraining import DataLoaders, LoaderConfig, open_data
+from medvl.train.tasks.rewards import RewardConfig, RewardRecipe
 
 if TYPE_CHECKING:
     from medvl.train.recipe import Recipe
@@ -95,6 +96,8 @@ class Run:
     model: nn.Module
     data: DataLoaders
     evals: Sequence[Evaluator] = ()
+    rewards: RewardConfig | None = None
+    """Train on rewards of sampled texts."""
 
     def with_evaluator(self, create: Callable[[Any], Evaluator]) -> "Run":
         """Return the run with one more evaluator, `create(validation images)`; unchanged without
@@ -114,6 +117,7 @@ class Run:
             evals=self.evals,
             optim=self.settings.optim,
             config=self.settings.train,
+            rewards=self.rewards,
             run={
                 "recipe": self.recipe,
                 "settings": self.settings,
@@ -136,4 +140,5 @@ def pretraining(recipe: str, settings: "Recipe[Any, Any]") -> Run:
             init_from=settings.init_from,
         )
     data = open_data(settings.data, model, settings.train.micro_batch)
-    return Run(recipe=recipe, settings=settings, model=model, data=data)
+    rewards = settings.rewards if isinstance(settings, RewardRecipe) else None
+    return Run(recipe=recipe, settings=settings, model=model, data=data, rewards=rewards)

@@ -6,21 +6,20 @@ Letters: as in `medvl.schema`; V words, K complete samples.
 import abc
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl import losses
+from medvl.common.config_io import ANY
 from medvl.encoders import parameter_groups
 from medvl.errors import ConfigError
-from medvl.losses.policy import log_probabilities, text_entropy, token_log_probabilities
 from medvl.models.base import (
     ImageConfig,
     System,
     complete_rows,
-    evaluating,
     update_mean,
     zero_loss,
 )
@@ -32,30 +31,21 @@ from medvl.models.fusion_encoders.parts.transformer import (
     padding_mask,
     split_heads,
 )
-from medvl.models.report_generators.parts.rewards import (
-    RewardConfig,
-    advantages,
-    policy,
-    sample_texts,
-    uniform_numbers,
-)
-from medvl.models.report_generators.parts.text_rewards import text_rewards
 from medvl.models.text_decoding import Decoding, Generated, NextToken, search
 from medvl.schema import Batch, Losses
 
 _BEAMS = Decoding(beams=3)
 IGNORED = -100
 """Target of tokens that have none."""
+Objective = Callable[["ReportGenerator", Batch], Losses]
+"""Function of a generator and a training batch, in place of the loss of words."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportConfig(ImageConfig):
     """Base of the settings of report generators."""
 
-    rewards: RewardConfig | None = None
-    """Train on rewards of sampled texts (`medvl.models.report_generators.parts.rewards`), from the
-    weights of a trained generator. None: on the true words.
-    """
+    former = (("rewards", ANY),)
 
 
 class ReportGenerator(System):
@@ -66,12 +56,8 @@ class ReportGenerator(System):
     fills `config.max_tokens` may have been cut, so its last token is not a target. The unknown word
     is a target, and is never written.
 
-    With `config.rewards`, training samples texts; the losses are "policy", the one that is
-    minimised, and for the log "reward", "baseline" (reward of greedy texts), "tokens" and "ended"
-    (of sampled texts), and "entropy" in nats. Validation has the loss of words.
+    `medvl.train.RewardConfig` trains on rewards of sampled texts in place of it.
     """
-
-    _step = 0
 
     shared_encoders = ("image_encoder",)
 
@@ -91,10 +77,10 @@ class ReportGenerator(System):
         states of earlier tokens.
         """
 
-    def forward(self, batch: Batch) -> Losses:
-        """Return the loss of a training batch."""
-        if batch.advantage_N is not None:
-            return self._policy_losses(batch)
+    def forward(self, batch: Batch, objective: Objective | None = None) -> Losses:
+        """Return the loss of words of a training batch, or of another objective."""
+        if objective is not None:
+            return objective(self, batch)
         if not (batch.has_image_B is None and batch.has_text_B is None):
             row_K = self.trained_rows(batch)
             if not len(row_K):
@@ -105,12 +91,7 @@ class ReportGenerator(System):
         return Losses.sum(words=update_mean(batch, total, (target_BT != IGNORED).sum()))
 
     def loss_counts(self, batch: Batch) -> Tensor:
-        """Return (1,) float32: how many words, or sampled texts, the loss of a batch is a sum over.
-
-        In training on rewards, this samples the texts of the batch.
-        """
-        if self.training and self.config.rewards is not None:
-            return self._roll_out(batch, self.config.rewards)
+        """Return (1,) float32: how many words the loss of a batch is a sum over."""
         _, target_BT = self.words_and_targets(batch.rows(self.trained_rows(batch).tolist()))
         return (target_BT != IGNORED).sum().float()[None]
 
@@ -133,125 +114,7 @@ class ReportGenerator(System):
         first_B1 = torch.full_like(ids_BT[:, :1], self.require_tokenizer("writing").cls_id)
         return self.score_next(torch.cat([first_B1, ids_BT[:, :-1]], dim=1), image)
 
-    def before_step(self, step: int) -> None:
-        self._step = step
-
-    def _roll_out(self, batch: Batch, config: RewardConfig) -> Tensor:
-        """Sample texts for the images of a batch and add them, with their advantages, to the batch;
-        return the count of the loss.
-        """
-        tokenizer = self.require_tokenizer("training on rewards")
-        if any(type(parameter) is not nn.Parameter for parameter in self.parameters()):
-            message = "training on rewards writes texts, for which weights must be whole: use DDP"
-            raise ConfigError(message, "unsupported", field="rewards")
-        row_K = self.trained_rows(batch)
-        device = batch.ids_BT.device
-        kept = batch.rows(row_K.tolist())
-        _ids_BT, target_BT = self.words_and_targets(kept)
-        tokens = self.longest_text
-        uniform_NT = uniform_numbers(config.seed, self._step, kept.keys, config.samples, tokens)
-        if not len(kept):
-            batch.sampled_ids_NT = torch.zeros(0, 1, dtype=torch.int64, device=device)
-            batch.sampled_mask_NT = batch.sampled_ids_NT.bool()
-            batch.advantage_N = torch.zeros(0, device=device)
-            batch.reward_K = torch.zeros(4, device=device)
-            return torch.zeros(1, device=device)
-        with evaluating(self):
-            prefix = self.read(kept)
-            sampled = sample_texts(
-                self.writer(prefix, tokenizer.cls_id),
-                uniform_NT.to(device),
-                temperature=config.temperature,
-                end_id=tokenizer.sep_id,
-                never=self.never_written(),
-            )
-            greedy = None
-            if config.method == "self_critical":
-                greedy = search(
-                    self.writer(prefix, tokenizer.cls_id),
-                    Decoding(),
-                    max_tokens=tokens,
-                    end_id=tokenizer.sep_id,
-                    pad_id=tokenizer.pad_id,
-                    never=self.never_written(),
-                )
-        known_BT = target_BT != IGNORED
-        true_texts = self._texts(target_BT.masked_fill(~known_BT, tokenizer.pad_id), known_BT)
-        references = [text for text in true_texts for _ in range(config.samples)]
-        names = [*config.used]
-        reward_RN = text_rewards(
-            names,
-            self._texts(sampled.ids_NT, sampled.mask_NT),
-            references,
-            sampled.ended_N.tolist(),
-            config.text_encoder,
-        ).to(device)
-        baseline_RB = None
-        if greedy is not None:
-            texts = self._texts(greedy.ids_BT, greedy.mask_BT)
-            baseline_RB = text_rewards(
-                names, texts, true_texts, greedy.ended_B.tolist(), config.text_encoder
-            ).to(device)
-        weight_R = torch.tensor([*config.used.values()], device=device)
-        batch.sampled_ids_NT = sampled.ids_NT
-        batch.sampled_mask_NT = sampled.mask_NT
-        batch.advantage_N = advantages(config, reward_RN, baseline_RB)
-        batch.reward_K = torch.stack(
-            [
-                (weight_R @ reward_RN).mean(),
-                reward_RN.new_zeros(()) if baseline_RB is None else (weight_R @ baseline_RB).mean(),
-                sampled.mask_NT.sum(dim=1).float().mean(),
-                sampled.ended_N.float().mean(),
-            ]
-        )
-        if config.method == "group":
-            return sampled.mask_NT.sum().float()[None]
-        return torch.full((1,), float(len(sampled.ids_NT)), device=device)
-
-    def _policy_losses(self, batch: Batch) -> Losses:
-        """Return the losses of sampled texts: one pass over them in eval mode, with gradients."""
-        config = self.config.rewards
-        ids_NT = batch.sampled_ids_NT
-        mask_NT = batch.sampled_mask_NT
-        advantage_N = batch.advantage_N
-        reward_K = batch.reward_K
-        assert ids_NT is not None
-        assert mask_NT is not None
-        assert advantage_N is not None
-        assert reward_K is not None
-        reward, baseline, tokens, ended = reward_K
-        log = {"reward": reward, "baseline": baseline, "tokens": tokens, "ended": ended}
-        if not len(ids_NT):
-            zero = zero_loss(self)
-            return Losses(zero, {"policy": zero, **log, "entropy": zero.detach()})
-        # Sampled texts are not rows of the batch.
-        images = dataclasses.replace(
-            batch, sampled_ids_NT=None, sampled_mask_NT=None, advantage_N=None, reward_K=None
-        )
-        kept = images.rows(self.trained_rows(batch).tolist())
-        with evaluating(self, gradients=True):
-            prefix = self.read(kept)
-            row_N = torch.arange(len(ids_NT), device=ids_NT.device) // config.samples
-            scores_NTV = self.score_words(ids_NT, prefix.rows(row_N))
-        log_NTV = policy(scores_NTV, config.temperature, self.never_written())
-        if config.method == "group":
-            logp_NT = token_log_probabilities(log_NTV, ids_NT, mask_NT)
-            # One update of each text: the policy that sampled is the one that is trained.
-            loss = losses.grpo(
-                logp_NT, logp_NT.detach(), mask_NT, advantage_N, epsilon=config.epsilon
-            )
-            count = mask_NT.sum()
-        else:
-            loss = losses.self_critical(
-                log_NTV, ids_NT, mask_NT, advantage_N, entropy_weight=config.entropy_weight
-            )
-            count = torch.tensor(len(ids_NT), device=ids_NT.device)
-        with torch.no_grad():
-            entropy = text_entropy(log_probabilities(log_NTV, mask_NT), mask_NT).mean()
-        mean = update_mean(batch, loss * count, count)
-        return Losses(mean, {"policy": mean, **log, "entropy": entropy})
-
-    def _texts(self, ids_BT: Tensor, mask_BT: Tensor) -> list[str]:
+    def texts_of(self, ids_BT: Tensor, mask_BT: Tensor) -> list[str]:
         """Return the texts of token ids, without words of the system's own."""
         tokenizer = self.require_tokenizer("writing")
         plain_BT = (mask_BT & (ids_BT < tokenizer.vocab_size)).cpu()

@@ -410,7 +410,7 @@ class CausalLM(ReportGenerator):
         """
         batch = self._questions(image_BCHW, questions)
         generated = self.write_reports(batch, decoding=decoding or Decoding())
-        return self._texts(generated.ids_BT, generated.mask_BT)
+        return self.texts_of(generated.ids_BT, generated.mask_BT)
 
     @torch.no_grad()
     def score_options(

@@ -233,7 +233,9 @@ def examine(run: Run, seconds: float = 10.0) -> Examination:
             tensorboard=False,
             wandb=None,
         )
-        training = Training(run.model, run.data.train, ranks, run.settings.optim, config)
+        training = Training(
+            run.model, run.data.train, ranks, run.settings.optim, config, rewards=run.rewards
+        )
         stack.callback(training.close)
         return _measure(training, run, run.settings.data.workers, seconds)
 

@@ -32,6 +32,7 @@ from medvl.train.optim.optimizer import (
 )
 from medvl.train.parallel.distributed import BatchStream, RankInfo
 from medvl.train.parallel.model import ParallelModel
+from medvl.train.tasks.rewards import RewardTask
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ by the loader, a vocabulary and a file of statements in `start` (`medvl.train.ru
 """
 
 
+_BUDGETS = ("token_budget", "second_budget")
+"""Settings of rewards that say when a run ends."""
 _STEPS = "train.total_steps"
 _NAMES = {
     _STEPS: "the number of steps (train.epochs, train.steps)",
@@ -85,6 +88,7 @@ class TrainState:
     configs: Mapping[str, Any]
     """Part of `identity` -> the config that it was written from."""
     spikes: LossSpikeDetector | None
+    rewards: RewardTask | None = None
     step: int = 0
     """Updates made or skipped."""
     skipped: int = 0
@@ -109,6 +113,7 @@ class TrainState:
         config: TrainConfig,
         run: Mapping[str, Any],
         configs: Mapping[str, Any],
+        rewards: RewardTask | None = None,
     ) -> Self:
         """Create the state of a run before its first step; `run` as in `identity`, `configs` as
         in `check_identity`.
@@ -124,6 +129,7 @@ class TrainState:
             identity=identity(model.whole, run, rate),
             configs={"model.settings": getattr(model.whole, "config", None), **configs},
             spikes=None if config.spike_factor is None else LossSpikeDetector(config.spike_factor),
+            rewards=rewards,
         )
 
     @property
@@ -138,8 +144,9 @@ class TrainState:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the run is over: all steps made, or stopped early."""
-        return self.step >= self.total_steps or self.tracker.exhausted
+        """Whether the run is over: all steps made, stopped early, or a budget used up."""
+        spent = self.rewards is not None and self.rewards.exhausted
+        return self.step >= self.total_steps or self.tracker.exhausted or spent
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON part of the state. Collective call."""
@@ -150,6 +157,7 @@ class TrainState:
             "streak": self.streak,
             "rollbacks": self.rollbacks,
             "spikes": None if self.spikes is None else self.spikes.state_dict(),
+            "rewards": None if self.rewards is None else self.rewards.state_dict(),
             "metrics": {
                 name: value if math.isfinite(value) else None
                 for name, value in self.metrics.items()
@@ -203,6 +211,8 @@ class TrainState:
             setattr(self, name, state[name])
         if self.spikes is not None:
             self.spikes.load_state_dict(state["spikes"])
+        if self.rewards is not None:
+            self.rewards.load_state_dict(state["rewards"])
         self.metrics = {
             name: float("nan") if value is None else value
             for name, value in state["metrics"].items()
@@ -259,6 +269,8 @@ def identity(model: nn.Module, run: Mapping[str, Any], rate: LearningRate) -> di
     }
     if train["spike_factor"] is not None:
         entries["train"]["spike_factor"] = train["spike_factor"]
+    if "rewards" in run:
+        entries["rewards"] = _without(run["rewards"], _BUDGETS)
     if train["packed_text"]:  # dropout draws numbers for other positions
         entries["train"]["packed_text"] = True
     if rate.depends_on_length or train.get("scale_below") is not None:
@@ -352,6 +364,7 @@ def _option(path: str, value: Any) -> str:
     for prefix, group in (
         ("model.settings.", "model."),
         ("recipe.", ""),
+        ("rewards.", "rewards."),
         ("train.", "train."),
         ("optim.", "optim."),
     ):

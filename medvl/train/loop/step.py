@@ -22,6 +22,7 @@ from medvl.train.fault_tolerance.guards import BufferGuard, LossSpikeDetector, p
 from medvl.train.optim.optimizer import Precision, set_lr, trainable
 from medvl.train.parallel.distributed import RankInfo, average_gradients, place
 from medvl.train.parallel.model import DDPModel, FSDPModel, ParallelModel
+from medvl.train.tasks.rewards import RewardTask
 
 # Large contrastive batches in the memory of small ones (GradCache: Gao et al., arXiv 2101.06983,
 # section 3.2).
@@ -154,6 +155,7 @@ class Step:
         seed: seed of everything random in the steps.
         clip_norm, clip_value, channels_last, grad_cache: as in `OptimConfig` and `TrainConfig`.
         spikes: detector of loss spikes; None accepts every finite loss.
+        rewards: training on rewards, in place of the model's loss.
     """
 
     def __init__(
@@ -168,11 +170,13 @@ class Step:
         clip_value: float | None = None,
         grad_cache: int | None = None,
         spikes: LossSpikeDetector | None = None,
+        rewards: RewardTask | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.precision = precision
         self._spikes = spikes
+        self._rewards = rewards
         self._seed = seed
         self._clip_norm = clip_norm
         self._clip_value = clip_value
@@ -196,7 +200,7 @@ class Step:
         self.model.before_step(step)
         losses = []
         keys = []
-        for micro, batch in enumerate(self._with_counts(batches, count)):
+        for micro, batch in enumerate(self._with_counts(step, batches, count)):
             self.model.check(batch)
             losses.append(self._accumulate(step, micro, batch, count))
             keys.append(batch.keys)
@@ -270,9 +274,9 @@ class Step:
             norm_is_known.synchronize()  # the step's only wait for the device
         return bool(on_host)
 
-    def _with_counts(self, batches: Iterable[Batch], count: int) -> Iterable[Batch]:
+    def _with_counts(self, step: int, batches: Iterable[Batch], count: int) -> Iterable[Batch]:
         """Give each batch the mean counts of all micro-batches and ranks, where the model's losses
-        are sums over them.
+        are sums over them; and sampled texts, in training on rewards.
 
         A loss divided by its mean count is, averaged over micro-batches and ranks, the mean over
         all elements, however unevenly they are divided. Such an update's batches are held at once.
@@ -281,12 +285,22 @@ class Step:
         if not isinstance(model, System) or type(model).loss_counts is System.loss_counts:
             return batches
         on_device = [self.place(batch) for batch in batches]
-        counts = [
-            counts_K for batch in on_device if (counts_K := model.loss_counts(batch)) is not None
-        ]
-        mean_K = self.model.ranks.sum(torch.stack(counts).sum(dim=0)) / (
-            count * self.model.ranks.size
-        )
+        if self._rewards is None:
+            counts = [
+                counts_K
+                for batch in on_device
+                if (counts_K := model.loss_counts(batch)) is not None
+            ]
+        else:
+            with self.precision.autocast():
+                pairs = [self._rewards.sample(batch, step) for batch in on_device]
+            on_device = [batch for batch, _ in pairs]
+            counts = [counts_K for _, counts_K in pairs]
+        sum_K = self.model.ranks.sum(torch.stack(counts).sum(dim=0))
+        if self._rewards is not None:
+            _, tokens, seconds = sum_K.tolist()
+            self._rewards.spend(tokens, seconds / self.model.ranks.size)
+        mean_K = sum_K / (count * self.model.ranks.size)
         return [dataclasses.replace(batch, mean_counts_K=mean_K) for batch in on_device]
 
     def place(self, batch: Batch) -> Batch:
@@ -313,7 +327,9 @@ class Step:
                 on=micro == count - 1
             ):  # gradients are reduced in the last micro-batch only
                 with self.precision.autocast():
-                    loss = self.model.forward(self.place(batch))
+                    loss = self.model.forward(
+                        self.place(batch), None if self._rewards is None else self._rewards.losses
+                    )
                 self.precision.backward(propagate_nonfinite(loss.total) / count)
         terms = {name: term.detach() for name, term in loss.terms.items()}
         return Losses(total=loss.total.detach(), terms=terms)

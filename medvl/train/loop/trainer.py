@@ -56,6 +56,7 @@ from medvl.train.parallel.distributed import (
     machine_settings,
     side_stream,
 )
+from medvl.train.tasks.rewards import RewardConfig, RewardTask
 
 _log = logging.getLogger(__name__)
 _MAX_EMPTY_UPDATES = 1000
@@ -72,7 +73,7 @@ class TrainResult:
     """Result of a finished run."""
 
     step: int
-    stopped: Literal["finished", "early_stop"]
+    stopped: Literal["finished", "early_stop", "budget"]
     metrics: Mapping[str, float]
     """Metrics of the last validation."""
     best_step: int | None
@@ -105,6 +106,7 @@ def train(
     config: TrainConfig,
     valid_loader: Iterable[Batch] | None = None,
     evals: Sequence[Evaluator] = (),
+    rewards: RewardConfig | None = None,
     run: Mapping[str, Any] | None = None,
 ) -> TrainResult:
     """Train a model, or resume an interrupted run: the same call does both.
@@ -121,6 +123,7 @@ def train(
             for rank r of W.
         evals: functions of the model in eval mode; called on rank 0 only, while the other ranks
             wait.
+        rewards: train a report generator on rewards of its own texts; None: on `model(batch)`.
         run: JSON values for `config.json` of each checkpoint, besides the settings given here:
             recipe, data. `settings` may be the recipe's config dataclass.
 
@@ -154,7 +157,9 @@ def train(
             refuse_links(config.run_dir, *_FOLDERS)
 
         ranks.on_main(take_folder)
-        training = Training(model, train_loader, ranks, optim, config, valid_loader, evals, run)
+        training = Training(
+            model, train_loader, ranks, optim, config, valid_loader, evals, run, rewards
+        )
         stack.callback(training.close)
         stack.enter_context(freeze_existing_objects())
         with with_advice(ranks, config):
@@ -187,6 +192,7 @@ class Training:
         valid_loader: Iterable[Batch] | None = None,
         evals: Sequence[Evaluator] = (),
         run: Mapping[str, Any] | None = None,
+        rewards: RewardConfig | None = None,
     ) -> None:
         self._valid_loader = valid_loader
         self._evals = evals
@@ -195,10 +201,12 @@ class Training:
         settings = described.get("settings")
         if dataclasses.is_dataclass(settings):
             # checkpoints hold these parts elsewhere
-            described["settings"] = to_dict(settings, leave_out=("model", "optim", "train"))
+            elsewhere = ("model", "optim", "train", "rewards")
+            described["settings"] = to_dict(settings, leave_out=elsewhere)
         configs = {
             "optim": optim,
             "train": config,
+            "rewards": rewards,
             "recipe": settings,
             "data": getattr(settings, "data", None),
         }
@@ -208,7 +216,15 @@ class Training:
             "optim": to_dict(optim),
             "versions": versions,
         }
+        if rewards is not None:
+            entries["rewards"] = to_dict(rewards)
         parallel = parallelize(model, config, ranks)
+        # Before a checkpoint is read: the task may keep a copy of the weights of the start.
+        task = (
+            None
+            if rewards is None
+            else RewardTask(rewards, parallel.whole, sharded=parallel.sharded)
+        )
         stream = BatchStream(
             train_loader, config.accumulate, side_stream(ranks.device, config.channels_last)
         )
@@ -222,7 +238,7 @@ class Training:
         optimizer = build_optimizer(parallel.trained, optim)
         precision = Precision(config.precision, ranks.device)
         self.state = TrainState.create(
-            parallel, stream, optimizer, rate, precision, config, entries, configs
+            parallel, stream, optimizer, rate, precision, config, entries, configs, task
         )
         self._checkpoints = Checkpoints(config.run_dir, config.keep_last, entries)
         self._last_saved: int | None = None
@@ -238,6 +254,7 @@ class Training:
             channels_last=config.channels_last,
             grad_cache=config.grad_cache,
             spikes=self.state.spikes,
+            rewards=task,
         )
         self.logger = RunLogger(
             config,
@@ -257,7 +274,7 @@ class Training:
         self.logger.close()
         self.state.model.leave_group()
 
-    def run(self, signals: StopSignals) -> Literal["finished", "early_stop", "signal"]:
+    def run(self, signals: StopSignals) -> Literal["finished", "early_stop", "budget", "signal"]:
         """Make steps until the run is over or a signal arrives."""
         state = self.state
         if self._last_saved is None:
@@ -287,9 +304,11 @@ class Training:
                     "stopped by %s after step %d: checkpoint saved", signals.requested, state.step
                 )
                 return "signal"
-        return "early_stop" if state.step < state.total_steps else "finished"
+        if state.step >= state.total_steps:
+            return "finished"
+        return "early_stop" if state.tracker.exhausted else "budget"
 
-    def result(self, stopped: Literal["finished", "early_stop"]) -> TrainResult:
+    def result(self, stopped: Literal["finished", "early_stop", "budget"]) -> TrainResult:
         """Return the result of the finished run."""
         state = self.state
         if self.config.sharded_checkpoints:
@@ -451,6 +470,7 @@ class Training:
             "lr": state.rate.at(state.step - 1),
             "skipped": state.skipped,
             "overflows": state.overflows,
+            **({} if state.rewards is None else state.rewards.state_dict()),
         }
         if state.ranks.device.type == "cuda":
             timing["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
@@ -502,7 +522,7 @@ class Training:
     def _due(self, interval: Interval) -> bool:
         """Return whether this step ends an interval. The last step of a run ends all of them."""
         every = self.state.stream.steps_per_epoch if interval == "epoch" else interval
-        return self.state.step % every == 0 or self.state.step == self.state.total_steps
+        return self.state.step % every == 0 or self.state.exhausted
 
 
 def _check(loader: TrainLoader, optim: OptimConfig, config: TrainConfig, validates: bool) -> None:

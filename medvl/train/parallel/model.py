@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from medvl.common.files import wait_for
 from medvl.errors import CheckpointError, ConfigError, TrainingError
 from medvl.models.base import System
+from medvl.models.report_generators.base import Objective
 from medvl.schema import Batch, Losses
 from medvl.train.parallel.distributed import (
     RankInfo,
@@ -68,8 +69,10 @@ class ParallelModel(abc.ABC):
             self.ddp = None
 
     @abc.abstractmethod
-    def forward(self, batch: Batch) -> Losses:
-        """Return the losses of this rank's batch."""
+    def forward(self, batch: Batch, objective: Objective | None = None) -> Losses:
+        """Return the losses of this rank's batch, those of an objective of report generators where
+        it is given.
+        """
 
     @abc.abstractmethod
     def reduction(self, on: bool) -> contextlib.AbstractContextManager[None]:
@@ -163,9 +166,10 @@ class DDPModel(ParallelModel):
                 gradient_as_bucket_view=True,
             )
 
-    def forward(self, batch: Batch) -> Losses:
+    def forward(self, batch: Batch, objective: Objective | None = None) -> Losses:
         """Return the losses of this rank's batch, through DDP where there are several ranks."""
-        losses: Losses = (self.ddp or self.trained)(batch)
+        model = self.ddp or self.trained
+        losses: Losses = model(batch) if objective is None else model(batch, objective)
         return losses
 
     def reduction(self, on: bool) -> contextlib.AbstractContextManager[None]:
@@ -274,11 +278,13 @@ class FSDPModel(ParallelModel):
         self._fsdp: FSDPModule = trained
         super().__init__(whole, trained, ranks)
 
-    def forward(self, batch: Batch) -> Losses:
+    def forward(self, batch: Batch, objective: Objective | None = None) -> Losses:
         """Return the losses of this rank's batch; weights are gathered from all ranks block by
         block.
         """
-        losses: Losses = self.trained(batch)
+        losses: Losses = (
+            self.trained(batch) if objective is None else self.trained(batch, objective)
+        )
         return losses
 
     def check(self, batch: Batch) -> None:

@@ -22,11 +22,12 @@ from medvl.data.tokenizer.tokenizer import Tokenizer, train_words
 from medvl.data.transforms.prompt import text_ids
 from medvl.data.transforms.text import WholeText
 from medvl.errors import CheckpointError, ConfigError, WeightsError
-from medvl.models import CausalLM, CausalLMConfig, RewardConfig, save
+from medvl.models import CausalLM, CausalLMConfig, save
 from medvl.models.checkpoint_folder import load_weights, read_weights
 from medvl.models.report_generators.parts.language import ADAPTED, assign_rows
 from medvl.models.text_decoding import Decoding, search
 from medvl.schema import Batch
+from medvl.train import RewardConfig, RewardTask
 from medvl.train.tasks.pretraining import DataConfig, open_data
 
 SIZES = {
@@ -388,10 +389,11 @@ def test_a_checkpoint_needs_no_folder(folder: Path, tokenizer: Tokenizer, tmp_pa
 
 
 def test_it_trains_on_rewards(folder: Path, tokenizer: Tokenizer) -> None:
-    model = generator(folder, tokenizer, rewards=RewardConfig(weights={"ngrams": 1.0})).train()
-    batch = make_batch(tokenizer, 3, has_image_B=flags(1, 0, 1))
-    assert float(model.loss_counts(batch)) == 2
-    model(batch).total.backward()
+    model = generator(folder, tokenizer).train()
+    task = RewardTask(RewardConfig(weights={"ngrams": 1.0}), model)
+    batch, counts_K = task.sample(make_batch(tokenizer, 3, has_image_B=flags(1, 0, 1)), 0)
+    assert counts_K[0] == 2
+    model(batch, task.losses).total.backward()
     assert any(each.grad is not None for each in model.language.parameters())
 
 

@@ -1,1 +1,1 @@
-"""Parts that report generators share: a decoder behind a prefix, and rewards."""
+"""Parts that report generators share: a decoder behind a prefix."""

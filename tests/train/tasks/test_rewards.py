@@ -2,32 +2,36 @@
 do not depend on the batch, the number of micro-batches, or an interruption.
 """
 
-import copy
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.errors import raises
 from helpers.fusion_samples import TEXTS, flags, make_batch, shaken
-from helpers.train_fakes import optim, step_of
+from helpers.train_fakes import config, optim, records, step_of, train, weights
+from helpers.two_ranks import on_two_ranks
 from torch import Tensor
 
 import medvl
+from medvl.common.config_io import to_dict
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_words
-from medvl.errors import ConfigError
-from medvl.models import CXRMate, R2Gen, RewardConfig, factory
+from medvl.errors import CheckpointError, ConfigError
+from medvl.models import CXRMate, R2Gen, factory
+from medvl.models.checkpoint import save as save_checkpoint
 from medvl.models.report_generators.base import ReportGenerator
-from medvl.models.report_generators.parts import text_rewards as rewards_of_texts
-from medvl.models.report_generators.parts.rewards import policy, sample_texts, uniform_numbers
-from medvl.models.report_generators.parts.text_rewards import (
-    SentenceReward,
-    open_reward,
-    text_rewards,
-)
 from medvl.models.text_decoding import Decoding
 from medvl.schema import Batch, TextFeatures
+from medvl.train import Constant, RewardConfig, RewardTask, TrainResult
+from medvl.train.parallel.distributed import RankInfo
+from medvl.train.parallel.model import DDPModel
+from medvl.train.tasks import text_rewards as rewards_of_texts
+from medvl.train.tasks.rewards import policy, sample_texts, uniform_numbers
+from medvl.train.tasks.text_rewards import SentenceReward, open_reward, text_rewards
 
 REFERENCE = "Small left pleural effusion. No pneumothorax. The heart is normal."
 NORMAL = "No acute findings. The lungs are clear."
@@ -67,15 +71,11 @@ def reward(name: str) -> Callable[[str, str], float]:
     return open_reward(name, "minilm")
 
 
-def generator(
-    tokenizer: Tokenizer, name: str = "cxrmate", rewards: RewardConfig | None = None, **more: Any
-) -> ReportGenerator:
+def generator(tokenizer: Tokenizer, name: str = "cxrmate", **more: Any) -> ReportGenerator:
     torch.manual_seed(0)
     if name == "r2gen":
         more = {"memory_heads": 2, **more}
-    if rewards is None:
-        rewards = RewardConfig(samples=2)
-    model = medvl.create_model(name, tokenizer=tokenizer, rewards=rewards, **TINY, **more)
+    model = medvl.create_model(name, tokenizer=tokenizer, **TINY, **more)
     assert isinstance(model, CXRMate | R2Gen)
     return shaken(model).train()
 
@@ -181,15 +181,16 @@ def test_the_loss_is_that_of_the_sampled_texts(
     tokenizer: Tokenizer, name: str, method: Any
 ) -> None:
     config = RewardConfig(method=method, samples=3, temperature=1.5, entropy_weight=0.1)
-    model = generator(tokenizer, name, config)
-    batch = study(tokenizer, has_image_B=flags(1, 0, 1, 1))
-    count = model.loss_counts(batch)
+    model = generator(tokenizer, name)
+    task = RewardTask(config, model)
+    batch, (count, tokens, _) = task.sample(study(tokenizer, has_image_B=flags(1, 0, 1, 1)), 0)
     assert batch.sampled_ids_NT is not None
     assert batch.sampled_mask_NT is not None
     assert batch.advantage_N is not None
     assert len(batch.advantage_N) == 9  # three texts of three images
     assert batch.advantage_N.any()
-    result = model(batch)
+    assert tokens == batch.sampled_mask_NT.sum()
+    result = model(batch, task.losses)
     model.eval()
     total = torch.zeros(())
     entropies = []
@@ -209,10 +210,10 @@ def test_the_loss_is_that_of_the_sampled_texts(
     entropy = torch.stack(entropies).mean()
     torch.testing.assert_close(result.terms["entropy"], entropy.detach(), rtol=1e-4, atol=1e-5)
     if method == "group":
-        assert float(count) == batch.sampled_mask_NT.sum()
-        expected = total / count.squeeze()
+        assert count == tokens
+        expected = total / count
     else:
-        assert float(count) == 9
+        assert count == 9
         expected = total / 9 - 0.1 * entropy
     torch.testing.assert_close(result.total, expected, rtol=1e-4, atol=1e-5)
     assert set(result.terms) == {"policy", "reward", "baseline", "tokens", "ended", "entropy"}
@@ -220,15 +221,14 @@ def test_the_loss_is_that_of_the_sampled_texts(
 
 def test_the_baseline_is_the_greedy_text(tokenizer: Tokenizer) -> None:
     config = RewardConfig(samples=1, temperature=1e-4, weights={"ngrams": 1.0})
-    model = generator(tokenizer, rewards=config)
-    batch = study(tokenizer)
-    model.loss_counts(batch)
+    model = generator(tokenizer)
+    batch, _ = RewardTask(config, model).sample(study(tokenizer), 0)
     assert batch.advantage_N is not None
     assert batch.reward_K is not None
     assert not batch.advantage_N.any()  # near temperature 0 the sampled text is the greedy one
     model.eval()
     greedy = model.write_reports(study(tokenizer), decoding=Decoding())
-    texts = model._texts(greedy.ids_BT, greedy.mask_BT)
+    texts = model.texts_of(greedy.ids_BT, greedy.mask_BT)
     true = [f"{a} {b}" for a, b in zip(TEXTS, reversed(TEXTS), strict=True)]
     spelled = [text.replace(".", " .").lower() for text in true]
     expected = text_rewards(["ngrams"], texts, spelled, greedy.ended_B.tolist()).mean()
@@ -241,9 +241,10 @@ def test_micro_batches_equal_the_whole_batch(tokenizer: Tokenizer, method: Any) 
     found = []
     rewards = RewardConfig(method=method, samples=2, entropy_weight=0.0)
     for rows in ([[0, 1, 2, 3]], [[0], [1, 2, 3]]):
-        model = generator(tokenizer, rewards=rewards)
+        model = generator(tokenizer)
         batch = study(tokenizer, has_image_B=flags(1, 1, 1, 0))
-        step = step_of(model, optim(optimizer="sgd", momentum=0.0))
+        task = RewardTask(rewards, model)
+        step = step_of(model, optim(optimizer="sgd", momentum=0.0), rewards=task)
         result = step(5, 0.1, [batch.rows(part) for part in rows], len(rows))
         loss = torch.stack([losses.total for losses in result.losses]).mean()
         found.append((loss, result.grad_norm))
@@ -251,39 +252,130 @@ def test_micro_batches_equal_the_whole_batch(tokenizer: Tokenizer, method: Any) 
     assert float(found[0][1]) > 0
 
 
-def test_an_interrupted_run_goes_on_bit_for_bit(tokenizer: Tokenizer) -> None:
-    batches = [study(tokenizer), study(tokenizer)]
-    whole = generator(tokenizer)
-    step = step_of(whole, optim(optimizer="adamw"))
-    for number, batch in enumerate(copy.deepcopy(batches)):
-        step(number, 1e-2, [batch], 1)
-        if number == 0:
-            saved = copy.deepcopy((whole.state_dict(), step.optimizer.state_dict()))
+class Studies:
+    """A loader of the same batch, twice an epoch."""
+
+    steps_per_epoch = 2
+    global_batch = 4
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.batch = study(tokenizer)
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self.position < self.steps_per_epoch:
+            self.position += 1
+            yield self.batch
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def run(
+    tokenizer: Tokenizer, folder: Path, rewards: RewardConfig, **changes: Any
+) -> tuple[TrainResult, dict[str, Tensor]]:
+    """Train for four steps; return the result and the last weights."""
+    settings = {"epochs": None, "steps": 4, "checkpoint_every": 2, "log_every": 1, **changes}
+    result = train(
+        generator(tokenizer),
+        Studies(tokenizer),
+        optim=optim(optimizer="adamw", schedule=Constant()),
+        config=config(folder, best_metric="loss/words", validate_every=2, **settings),
+        valid_loader=[study(tokenizer)],
+        rewards=rewards,
+    )
+    return result, weights(folder)
+
+
+def test_a_run_resumes_bit_for_bit_and_ends_with_its_budget(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    rewards = RewardConfig(method="group", samples=2, reference_weight=0.5)
+    result, whole = run(tokenizer, tmp_path / "whole", rewards)
+    assert result.stopped == "finished"
+    assert "loss/words" in result.metrics
+    lines = records(tmp_path / "whole", "train")
+    assert lines[0]["loss/distance"] == 0  # the first texts are of the start itself
+    assert lines[-1]["loss/distance"] != 0
+    spent = [line["sampled_tokens"] for line in lines]
+    assert spent == sorted(set(spent))
+
+    limited = dataclasses.replace(rewards, token_budget=spent[1])
+    result, _ = run(tokenizer, tmp_path / "parts", limited)
+    assert (result.stopped, result.step) == ("budget", 2)
+    assert "loss/words" in result.metrics
     torch.manual_seed(99)  # the state of global generators has no effect
-    again = generator(tokenizer)
-    second = step_of(again, optim(optimizer="adamw"))
-    again.load_state_dict(saved[0])
-    second.optimizer.load_state_dict(saved[1])
-    torch.manual_seed(7)
-    second(1, 1e-2, [batches[1]], 1)
-    for name, value in again.state_dict().items():
-        assert torch.equal(value, whole.state_dict()[name]), name
+    result, resumed = run(tokenizer, tmp_path / "parts", rewards)
+    assert (result.stopped, result.step) == ("finished", 4)
+    assert records(tmp_path / "parts", "train")[-1]["sampled_tokens"] == spent[-1]
+    for name, value in whole.items():
+        assert torch.equal(resumed[name], value), name
+    with raises(CheckpointError, "mismatch", "rewards.samples", names="--rewards.samples 2"):
+        run(tokenizer, tmp_path / "parts", dataclasses.replace(rewards, samples=3))
+
+    hurried = dataclasses.replace(rewards, second_budget=1e-6)
+    result, _ = run(tokenizer, tmp_path / "seconds", hurried)
+    assert (result.stopped, result.step) == ("budget", 1)
+    saved = medvl.load(tmp_path / "seconds" / "last")
+    assert "rewards" not in to_dict(saved.config)
 
 
-def test_validation_has_the_loss_of_words(tokenizer: Tokenizer) -> None:
-    model = generator(tokenizer).eval()
-    batch = study(tokenizer)
-    model.loss_counts(batch)
-    assert batch.advantage_N is None
-    assert set(model(batch).terms) == {"words"}
+def ranks_step(method: str, ranks: int) -> list[Tensor]:
+    """Return the loss, gradients and spent tokens of an update of this rank's samples, one of four
+    on rank 0, where the second sample has no image.
+    """
+    tokenizer = train_words(TEXTS, min_frequency=1)
+    model = generator(tokenizer)
+    batch = study(tokenizer, has_image_B=flags(1, 0, 1, 1))
+    rank = dist.get_rank() if ranks > 1 else 0
+    world = RankInfo(rank=rank, size=ranks, local_size=ranks, device=torch.device("cpu"))
+    config = RewardConfig(method=method, samples=2, weights={"ngrams": 1.0})  # type-checked as text
+    task = RewardTask(config, model)
+    parallel = DDPModel(model, world)
+    step = step_of(parallel, optim(optimizer="sgd", momentum=0.0), ranks=world, rewards=task)
+    rows = [[0, 1, 2, 3], [0], [1, 2, 3]][rank + ranks - 1]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    result = step(3, 1.0, [batch.rows(rows)], 1)
+    moved = [old - new for old, new in zip(before, model.parameters(), strict=True)]
+    return [result.losses[0].total, torch.tensor(task.sampled_tokens), *(x.detach() for x in moved)]
+
+
+@pytest.mark.parametrize("method", ["self_critical", "group"])
+def test_two_ranks_equal_one(method: str) -> None:
+    loss, tokens, *moved = ranks_step(method, 1)
+    first, second = on_two_ranks(ranks_step, method, 2)
+    torch.testing.assert_close((first[0] + second[0]) / 2, loss)
+    assert first[1] == second[1] == tokens
+    assert any(change.any() for change in moved)
+    for one, other, expected in zip(first[2:], second[2:], moved, strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_old_checkpoints_had_rewards_among_the_settings_of_the_model(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    save_checkpoint(generator(tokenizer), tmp_path, {})
+    for rewards in (None, {"method": "group", "samples": 4}):
+        saved = json.loads((tmp_path / "config.json").read_text())
+        saved["model"]["settings"]["rewards"] = rewards
+        (tmp_path / "config.json").write_text(json.dumps(saved))
+        assert isinstance(medvl.load(tmp_path), CXRMate)
+        again = medvl.create_model(generator(tokenizer).config, tokenizer=tokenizer,
+                                   init_from=tmp_path)  # fmt: skip
+        assert isinstance(again, CXRMate)
 
 
 @pytest.mark.training
 def test_the_reward_rises(tokenizer: Tokenizer) -> None:
     """Texts near the true one are written more often, without any true word in the loss."""
     rewards = RewardConfig(samples=8, weights={"ngrams": 1.0}, entropy_weight=0.0)
-    model = generator(tokenizer, rewards=rewards, sections=False)
-    step = step_of(model, optim(optimizer="adamw"))
+    model = generator(tokenizer, sections=False)
+    step = step_of(model, optim(optimizer="adamw"), rewards=RewardTask(rewards, model))
     means = []
     for number in range(40):
         result = step(number, 1e-2, [make_batch(tokenizer, 4)], 1)
@@ -296,10 +388,18 @@ def test_rewards_without_a_weight_are_not_computed() -> None:
     assert RewardConfig().used == {"findings": 1.0, "ngrams": 0.5}
 
 
-def test_errors() -> None:
+def test_errors(tokenizer: Tokenizer) -> None:
     with raises(ConfigError, "conflict", "samples"):
         RewardConfig(method="group")
     with raises(ConfigError, "unknown_name", "weights"):
         RewardConfig(weights={"beauty": 1.0})
     with raises(ConfigError, "empty", "weights"):
         RewardConfig(weights={"ngrams": 0.0})
+    with raises(ConfigError, "conflict", "reference_weight"):
+        RewardConfig(reference_weight=0.1)
+    with raises(ConfigError, "out_of_range", "token_budget"):
+        RewardConfig(token_budget=0)
+    with raises(ConfigError, "unsupported", "rewards"):
+        RewardTask(RewardConfig(), torch.nn.Linear(1, 1))
+    with raises(ConfigError, "conflict", "shard_weights"):
+        RewardTask(RewardConfig(), generator(tokenizer), sharded=True)
