@@ -30,6 +30,8 @@ _NGRAM = 3
 _ORDERS = 4
 _SENTENCES = 100_000
 """Sentences whose vectors are kept."""
+_TEXTS = 10_000
+"""Texts whose findings are kept: all texts of an image are compared with one reference."""
 
 Reward = Callable[[str, str], float]
 """(text, true text) -> 0 to 1."""
@@ -161,13 +163,14 @@ def text_rewards(
     )
 
 
-def _present(text: str) -> set[tuple[str, str]]:
+@functools.lru_cache(_TEXTS)
+def _present(text: str) -> frozenset[tuple[str, str]]:
     mentions = list(find_mentions(text))
-    return {
+    return frozenset(
         (mention.finding, " ".join(sides))
         for mention, (sides, _) in zip(mentions, places_of(mentions), strict=True)
         if mention.value == POSITIVE
-    }
+    )
 
 
 def _ngrams(text: str, order: int) -> Counter[tuple[str, ...]]:
