@@ -347,25 +347,22 @@ def sample_texts(
     """
     device = uniform_NT.device
     texts, longest = uniform_NT.shape
-    ids_NT = torch.full((texts, longest), end_id, device=device)
-    mask_NT = torch.zeros(texts, longest, dtype=torch.bool, device=device)
     logits_RV = model.first()
-    going_M = torch.arange(texts, device=device)  # texts that have not ended
-    row_M = going_M // (texts // len(logits_RV))
-    logits_MV = logits_RV[row_M]
+    parent_N = torch.arange(texts, device=device) // (texts // len(logits_RV))
+    ended_N = torch.zeros(texts, dtype=torch.bool, device=device)
+    ids = []
+    masks = []
     for step in range(longest):
-        id_M = _invert(policy(logits_MV, temperature, never), uniform_NT[going_M, step])
-        ids_NT[going_M, step] = id_M
-        mask_NT[going_M, step] = True
-        # Texts that have ended take no further time.
-        open_M = (id_M != end_id).nonzero().squeeze(1)
-        going_M = going_M[open_M]
-        if not len(going_M) or step + 1 == longest:
+        log_NV = policy(logits_RV[parent_N] if step == 0 else logits_RV, temperature, never)
+        id_N = _invert(log_NV, uniform_NT[:, step]).masked_fill(ended_N, end_id)
+        ids.append(id_N)
+        masks.append(~ended_N)
+        ended_N = ended_N | (id_N == end_id)
+        if bool(ended_N.all()) or step + 1 == longest:
             break
-        logits_MV = model.next(id_M[open_M], row_M[open_M] if step == 0 else open_M)
-    ended_N = torch.ones(texts, dtype=torch.bool, device=device)
-    ended_N[going_M] = False
-    return Sampled(ids_NT[:, : step + 1], mask_NT[:, : step + 1], ended_N)
+        logits_RV = model.next(id_N, parent_N)
+        parent_N = torch.arange(texts, device=device)
+    return Sampled(torch.stack(ids, dim=1), torch.stack(masks, dim=1), ended_N)
 
 
 def policy(logits: Tensor, temperature: float, never: Sequence[int]) -> Tensor:
