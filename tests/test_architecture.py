@@ -100,8 +100,9 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "parallel": set(),
         "fault_tolerance": {"parallel"},
         "optim": {"fault_tolerance", "parallel"},
-        "tasks": {"loop", "parallel"},
-        "loop": {"optim", "fault_tolerance", "parallel"},
+        "rewards": set(),
+        "tasks": {"loop", "parallel", "rewards"},
+        "loop": {"optim", "fault_tolerance", "parallel", "rewards"},
         "doctor": {"loop", "optim", "fault_tolerance", "parallel", "tasks"},
     },
     "eval": {

@@ -16,6 +16,7 @@ Start reading at `loop/trainer.py`, then `loop/step.py`. The configs, the data s
     config.py          settings of a run
     recipe.py          settings of a recipe; recipe_files.py reads its command line, run.py runs it
     quickstart.py      settings of the presets `tiny`
+    rewards/           texts that the model samples, and how good they are
     tasks/             settings, loaders and recipes of each task
     loop/              step, validation, records, state
     optim/             optimiser, schedule, precision
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
         zero_shot_run as zero_shot_run,
     )
     from medvl.train.recipe_files import choose as choose, launch as launch
+    from medvl.train.rewards.task import RewardConfig as RewardConfig, RewardTask as RewardTask
     from medvl.train.run import Run as Run, pretraining as pretraining
     from medvl.train.tasks.generation import (
         AutoencoderRecipe as AutoencoderRecipe,
@@ -73,11 +75,7 @@ if TYPE_CHECKING:
         open_data as open_data,
         open_pairs as open_pairs,
     )
-    from medvl.train.tasks.rewards import (
-        RewardConfig as RewardConfig,
-        RewardRecipe as RewardRecipe,
-        RewardTask as RewardTask,
-    )
+    from medvl.train.tasks.rewards import RewardRecipe as RewardRecipe
     from medvl.train.tasks.supervised import (
         ChangeDataConfig as ChangeDataConfig,
         ClassificationDataConfig as ClassificationDataConfig,

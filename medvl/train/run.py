@@ -19,8 +19,9 @@ from medvl.models.checkpoint_folder import find_checkpoint, weights_sha256
 from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.loop.state import Evaluator
 from medvl.train.loop.trainer import TrainResult, train
+from medvl.train.rewards.task import RewardConfig
 from medvl.train.tasks.pretraining import DataLoaders, LoaderConfig, open_data
-from medvl.train.tasks.rewards import RewardConfig, RewardRecipe
+from medvl.train.tasks.rewards import RewardRecipe
 
 if TYPE_CHECKING:
     from medvl.train.recipe import Recipe

@@ -32,7 +32,7 @@ from medvl.train.optim.optimizer import (
 )
 from medvl.train.parallel.distributed import BatchStream, RankInfo
 from medvl.train.parallel.model import ParallelModel
-from medvl.train.tasks.rewards import RewardTask
+from medvl.train.rewards.task import RewardTask
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from medvl.train.fault_tolerance.guards import BufferGuard, LossSpikeDetector, p
 from medvl.train.optim.optimizer import Precision, set_lr, trainable
 from medvl.train.parallel.distributed import RankInfo, average_gradients, place
 from medvl.train.parallel.model import DDPModel, FSDPModel, ParallelModel
-from medvl.train.tasks.rewards import RewardTask
+from medvl.train.rewards.task import RewardTask
 
 # Large contrastive batches in the memory of small ones (GradCache: Gao et al., arXiv 2101.06983,
 # section 3.2).

@@ -56,7 +56,7 @@ from medvl.train.parallel.distributed import (
     machine_settings,
     side_stream,
 )
-from medvl.train.tasks.rewards import RewardConfig, RewardTask
+from medvl.train.rewards.task import RewardConfig, RewardTask
 
 _log = logging.getLogger(__name__)
 _MAX_EMPTY_UPDATES = 1000

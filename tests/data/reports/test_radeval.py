@@ -10,7 +10,7 @@ from helpers.errors import raises
 from medvl.data.reports.radeval import open_radeval
 from medvl.errors import ConfigError
 from medvl.eval.report_generation.external import radeval_scores
-from medvl.train.tasks.text_rewards import radgraph_reward
+from medvl.train.rewards.text_rewards import radgraph_reward
 
 INSTALLED = importlib.util.find_spec("radeval") is not None
 

@@ -29,9 +29,9 @@ from medvl.schema import Batch, TextFeatures
 from medvl.train import Constant, RewardConfig, RewardTask, TrainResult
 from medvl.train.parallel.distributed import RankInfo
 from medvl.train.parallel.model import DDPModel
-from medvl.train.tasks import text_rewards as rewards_of_texts
-from medvl.train.tasks.rewards import policy, sample_texts, uniform_numbers
-from medvl.train.tasks.text_rewards import SentenceReward, open_reward, text_rewards
+from medvl.train.rewards import text_rewards as rewards_of_texts
+from medvl.train.rewards.task import policy, sample_texts, uniform_numbers
+from medvl.train.rewards.text_rewards import SentenceReward, open_reward, text_rewards
 
 REFERENCE = "Small left pleural effusion. No pneumothorax. The heart is normal."
 NORMAL = "No acute findings. The lungs are clear."

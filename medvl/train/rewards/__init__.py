@@ -1,0 +1,1 @@
+"""Training on rewards of sampled texts."""
