@@ -14,29 +14,30 @@ prefix; a Llama of six layers of width 768 from random weights; AdamW at 5e-5, c
 The published image encoder, UniFormer-B, is not in timm.
 
 Preset `rewards`: self-critical training of the result of `paper` on the F1 of present findings with
-their sides, and on n-grams, with an entropy of 0.05 (EAST). `--rewards.weights.sentences 1`
-also rewards sentences that are near by MiniLM, which gives 0.955 to a denied finding, so not without
-findings; `--rewards.weights.radgraph` needs `medvl[reports]`.
+their sides, and on n-grams, with an entropy of 0.05 (EAST). `--rewards.weights.sentences 1` also
+rewards sentences that are near by MiniLM, which gives 0.955 to a denied finding, so not without
+findings; `--rewards.weights.radgraph` needs `medvl[reports]`. `--rewards.token-budget` and
+`--rewards.second-budget` end a run.
 
 Preset `tiny`: the ResNet-10 of the quickstart's ConVIRT, and a decoder of two layers of width 128.
 Preset `rewards-tiny` compares texts of one image with each other (GRPO).
 
-Measured on the phantom's 120 test studies, settings and steps by validation; two loaded CPU cores,
-one thread, 50 minutes for the first row and 14 for the second:
+Measured once on 586 test studies of `medvl phantom openi --patients 6000 --size 160` (4,754 studies
+to train on; `tiny` was interrupted after 946 steps), greedy, on a loaded CPU core, 7 and 4 minutes:
 
-    medvl train cxrmate tiny --init-from demo --train.epochs None --train.steps 1000 \\
-        --train.precision fp32
-    medvl train cxrmate rewards-tiny --train.epochs None --train.steps 60 --train.precision fp32
+    medvl train cxrmate tiny --init-from demo --train.epochs None --train.steps 1000
+    medvl train cxrmate rewards-tiny --train.epochs None --train.steps 81
 
-                   F1, micro              of other images   BLEU-4   distinct   words
-    tiny           0.454 [0.394, 0.512]   0.217             0.155    112        54
-    rewards-tiny   0.436 [0.380, 0.487]   0.216             0.186    109        63
+                   F1, micro              of other images   BLEU-4   distinct   right sides
+    tiny           0.461 [0.433, 0.493]   0.182             0.166    414        68 of 110
+    rewards-tiny   0.591 [0.565, 0.618]   0.220             0.182    360        172 of 260
 
-Rewards bring n-grams and length near those of the references (on validation BLEU-4 from 0.160 to
-0.197 and F1 from 0.458 to 0.486), and no more findings on test. Of findings that text and reference
-share, 27 of 49 have the right side and 26 of 44 the right severity (tiny). Without the start of
-ConVIRT, 250 steps write the same for all images. Self-critical training at a rate of 2e-4 lost 0.10
-of F1 in 20 steps.
+Rewards raise F1 by 0.130 [0.105, 0.153] (paired), recall from 0.359 to 0.517 and precision from
+0.646 to 0.689. Not right yet: sides; Pneumothorax, which is never written; repeated sentences (0.10
+a report before rewards, 0.67 after); normal reports that end in "no evidence of acute". A ridge
+probe of the patches of the demo's encoder has validation AUROCs of 0.94 for effusions and 0.98 for
+pneumothorax of each side, so the decoder limits the sides, not the encoder. Self-critical training
+at a rate of 2e-4 lost 0.10 of F1 in 20 steps on other data.
 
 Published aims on the findings of MIMIC-CXR's test studies, from ReXrank's table (RadGraph F1,
 1/RadCliQ-v1, RaTEScore, GREEN), of other code and splits:
@@ -119,18 +120,19 @@ rewards = RewardRecipe(
     optim=dataclasses.replace(paper.optim, lr=5e-6, schedule=Constant(warmup_steps=500)),
     train=dataclasses.replace(paper.train, run_dir=Path("runs/cxrmate-mimic-rewards"), epochs=4),
 )
+WEIGHTS = {**RewardConfig().weights, "ngrams": 0.25}
 rewards_tiny = RewardRecipe(
-    model=TINY,
+    model=dataclasses.replace(TINY, frozen_image=True),
     pretrained=False,
     init_from=Path("quickstart/cxrmate/best"),
-    rewards=RewardConfig(method="group", samples=4),
+    rewards=RewardConfig(method="group", samples=8, weights=WEIGHTS),
     data=tiny.data,
-    optim=dataclasses.replace(tiny.optim, lr=3e-5, schedule=Constant(warmup_steps=4)),
+    optim=dataclasses.replace(tiny.optim, lr=1e-4, schedule=Constant(warmup_steps=4)),
     train=dataclasses.replace(
         tiny.train,
         run_dir=Path("quickstart/cxrmate-rewards"),
         epochs=2,
-        global_batch=16,
+        global_batch=12,
         validate_every=20,
         checkpoint_every=20,
     ),

@@ -21,7 +21,6 @@ from medvl.train.loop.state import Evaluator
 from medvl.train.loop.trainer import TrainResult, train
 from medvl.train.rewards.task import RewardConfig
 from medvl.train.tasks.pretraining import DataLoaders, LoaderConfig, open_data
-from medvl.train.tasks.rewards import RewardRecipe
 
 if TYPE_CHECKING:
     from medvl.train.recipe import Recipe
@@ -141,5 +140,5 @@ def pretraining(recipe: str, settings: "Recipe[Any, Any]") -> Run:
             init_from=settings.init_from,
         )
     data = open_data(settings.data, model, settings.train.micro_batch)
-    rewards = settings.rewards if isinstance(settings, RewardRecipe) else None
+    rewards = getattr(settings, "rewards", None)  # of a `RewardRecipe`
     return Run(recipe=recipe, settings=settings, model=model, data=data, rewards=rewards)
