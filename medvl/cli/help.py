@@ -98,7 +98,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "Retrieval and matching": (
             *("retrieval", "class-retrieval", "make-retrieval-list", "matching"),
         ),
-        "Places": ("grounding", "detection", "segmentation", "zero-shot-masks"),
+        "Places": ("grounding", "volume-grounding", "detection", "segmentation", "zero-shot-masks"),
         "Reports, questions and change": (
             *("report-generation", "vqa", "multiple-choice", "change"),
         ),

@@ -254,7 +254,11 @@ def test_evaluations_refuse_patients_of_the_training(
     [run] = plan_runs(read_benchmark(file, {"systems": ["convirt"]}), tmp_path).runs
     pairs = run.corpus.pairs
     corpus = dataclasses.replace(
-        run.corpus, phrases=f"{pairs}/test", questions=pairs, questions_valid=f"{pairs}/test"
+        run.corpus,
+        phrases=f"{pairs}/test",
+        questions=pairs,
+        questions_valid=f"{pairs}/test",
+        choices=pairs,
     )
     model = create_model("convirt", **run.settings["model"] | {"pretrained": False})
     for name, manifests in (

@@ -34,7 +34,7 @@ def test_accumulation_is_one_batch(
     whole, parts = weights(shards, tmp_path / "1", 1), weights(shards, tmp_path / "4", 4)
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
-    monkeypatch.setattr(Step, "_with_counts", lambda step, batches, count: batches)
+    monkeypatch.setattr(Step, "_with_counts", lambda self, step, batches, count: batches)
     naive = weights(shards, tmp_path / "naive", 4)
     assert max(float((naive[name] - tensor).abs().max()) for name, tensor in whole.items()) > 1e-4
 

@@ -46,6 +46,7 @@ from medvl.models.volumes.base import VolumeDualEncoder, volumes_of
 from medvl.schema import Sample
 
 PROTOCOL = "volume_grounding"
+PROTOCOL_VERSION = 1
 METRICS = ("voxel_auroc", "signed_cnr", "pointing_game")
 
 
@@ -210,7 +211,9 @@ class VolumeGrounding(ModelEvaluation):
                 "empty",
                 field="data",
             )
-        result = self.score_lines(lines, setup, source, config={"prompts": self.prompts})
+        result = self.score_lines(
+            lines, setup, source, version=PROTOCOL_VERSION, config={"prompts": self.prompts}
+        )
         return _with_chance(result)
 
     def _prompts(self, found: Sequence[str]) -> dict[str, ClassPrompts]:
