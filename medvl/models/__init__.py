@@ -279,6 +279,7 @@ if TYPE_CHECKING:
     )
     from medvl.models.report_generators.r2gen import R2Gen as R2Gen, R2GenConfig as R2GenConfig
     from medvl.models.text_decoding import Decoding as Decoding
+    from medvl.models.volumes.colipri import COLIPRI as COLIPRI, COLIPRIConfig as COLIPRIConfig
     from medvl.models.volumes.ct_clip import CTCLIP as CTCLIP, CTCLIPConfig as CTCLIPConfig
     from medvl.models.volumes.fvlm import FVLM as FVLM, FVLMConfig as FVLMConfig
     from medvl.models.volumes.hlip import HLIP as HLIP, HLIPConfig as HLIPConfig

@@ -38,6 +38,7 @@ _MODULES = {
     "chexzero": "medvl.models.dual_encoders.chexzero",
     "classifier": "medvl.models.downstream.classifier",
     "clip": "medvl.models.dual_encoders.clip",
+    "colipri": "medvl.models.volumes.colipri",
     "convirt": "medvl.models.dual_encoders.convirt",
     "ct_clip": "medvl.models.volumes.ct_clip",
     "cxrclip": "medvl.models.dual_encoders.cxrclip",

@@ -4,10 +4,11 @@ small random files.
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers.errors import raises
-from helpers.naive_volumes import ctvit_tokens, hlip_tokens
+from helpers.naive_volumes import ctvit_tokens, hlip_tokens, mean_query_pool, primus_tokens
 from helpers.published import random_tensors
 from helpers.published_layers import WIDTH, Tensors, bert_shapes, bert_states, imported, texts
 
@@ -172,3 +173,84 @@ def test_a_bias_where_ct_clip_has_a_constant_is_refused(tmp_path: Path) -> None:
     file["visual_transformer.enc_spatial_transformer.norm_out.beta"] = torch.ones(24)
     with raises(WeightsError, "mismatch", names="norm_out.beta"):
         imported(file, "ct_clip", tmp_path)
+
+
+def colipri_file() -> Tensors:
+    """Patches of 2 x 2 x 2 voxels, two layers of two heads."""
+    width = 144
+    inside = 384
+    shapes: dict[str, tuple[int, ...]] = {
+        "mask_token": (1, 1, width),
+        "down_projection.proj.weight": (width, 1, 2, 2, 2),
+        "down_projection.proj.bias": (width,),
+        "eva.norm.weight": (width,),
+        "eva.norm.bias": (width,),
+    }
+    for layer in range(2):
+        layers = {"fc1_g": (inside, width), "fc1_x": (inside, width), "fc2": (width, inside)}
+        block = {f"mlp.{name}.weight": shape for name, shape in layers.items()}
+        block |= {f"mlp.{name}.bias": shape[:1] for name, shape in layers.items()}
+        block |= {f"attn.{name}.weight": (width, width)
+                  for name in ("q_proj", "k_proj", "v_proj", "proj")}  # fmt: skip
+        block |= {f"attn.{name}.bias": (width,) for name in ("q_proj", "v_proj", "proj")}
+        for name, size in {"norm1": width, "norm2": width, "attn.norm": width, "mlp.norm": inside
+                           }.items():  # fmt: skip
+            block |= {f"{name}.{leaf}": (size,) for leaf in ("weight", "bias")}
+        block |= dict.fromkeys(("gamma_1", "gamma_2"), (width,))
+        shapes |= {f"eva.blocks.{layer}.{name}": shape for name, shape in block.items()}
+    shapes = {f"image_encoder.backbone.{name}": shape for name, shape in shapes.items()}
+    shapes |= {
+        "image_encoder.projector.weight": (WIDTH, width, 1, 1, 1),
+        "image_encoder.projector.bias": (WIDTH,),
+    }
+    for side in ("image", "text"):
+        pool = f"{side}_encoder.pooler.attn."
+        shapes |= {
+            f"{pool}in_proj_weight": (3 * WIDTH, WIDTH),
+            f"{pool}in_proj_bias": (3 * WIDTH,),
+            f"{pool}out_proj.weight": (WIDTH, WIDTH),
+            f"{pool}out_proj.bias": (WIDTH,),
+        }
+    file = random_tensors({**shapes, **bert_shapes("text_encoder.backbone.", 1)})
+    return {**file, "softmax_temperature": torch.tensor(2.0)}
+
+
+def part_of(file: Tensors, prefix: str) -> Tensors:
+    return {k.removeprefix(prefix): v for k, v in file.items() if k.startswith(prefix)}
+
+
+def test_colipri_import_equals_the_released_forward(tmp_path: Path) -> None:
+    """Patches, the pooled volume, dense vectors and texts; its loader turns volumes to RAS."""
+    file = colipri_file()
+    model = imported(file, "colipri", tmp_path)
+    assert model.config.volume_size == (48, 48, 48)
+    assert model.logit_scale.exp().item() == pytest.approx(0.5)
+    generator = np.random.default_rng(3)
+    of_file_XYZ = generator.integers(-1300, 1300, (4, 6, 8)).astype(np.int16)
+    hu = torch.from_numpy(of_file_XYZ[::-1, ::-1].transpose(2, 1, 0).copy())[None, None]
+    state = part_of(file, "image_encoder.backbone.")
+    expected = primus_tokens(state, of_file_XYZ, heads=2, patch=2)
+    features = model.image_encoder(hu)
+    assert features.grid == (4, 3, 2)
+    patches = features.patches_BPD[0].unflatten(0, features.grid).permute(2, 1, 0, 3).flip(0, 1)
+    np.testing.assert_allclose(patches.detach(), expected, rtol=1e-5, atol=1e-5)
+
+    weight = file["image_encoder.projector.weight"].flatten(1).double().numpy()
+    bias = file["image_encoder.projector.bias"].double().numpy()
+    tokens = expected.reshape(-1, expected.shape[-1]) @ weight.T + bias
+    pool = part_of(file, "image_encoder.pooler.attn.")
+    heads = model.config.pool_heads
+    pooled = model.encode_image(hu, normalize=False)[0].detach()
+    np.testing.assert_allclose(pooled, mean_query_pool(pool, tokens, heads), rtol=1e-5, atol=1e-5)
+    dense = model.embed_regions(hu)[0].unflatten(0, features.grid).permute(2, 1, 0, 3).flip(0, 1)
+    of_one = mean_query_pool(pool, tokens[5:6], heads)  # attention to one token is 1
+    np.testing.assert_allclose(dense.flatten(0, 2)[5].detach(), of_one, rtol=1e-5, atol=1e-5)
+
+    ids, mask = texts()
+    states = bert_states(ids, mask, file, "text_encoder.backbone.", 1)[-1]
+    of_text = part_of(file, "text_encoder.pooler.attn.")
+    for row, vector in enumerate(model.encode_text(ids, mask, normalize=False).detach()):
+        real = states[row][mask[row]].double().numpy()
+        np.testing.assert_allclose(
+            vector, mean_query_pool(of_text, real, heads), rtol=1e-4, atol=1e-5
+        )

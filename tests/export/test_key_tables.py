@@ -29,6 +29,7 @@ SYSTEMS = {
         "biovil",
         "biovil_t",
         "chexzero",
+        "colipri",
         "ct_clip",
         "convirt_lovt",
         "convirt_pytorch",
@@ -65,7 +66,7 @@ SYSTEMS = {
     ),
 }
 
-VOLUMES = ("ct_clip", "hlip")
+VOLUMES = ("colipri", "ct_clip", "hlip")
 """Systems whose volumes are cut, not resized."""
 WORDS = [f"word{number}" for number in range(28_991)]
 """With five special tokens, as many as the vocabulary of `bioclinicalbert.txt`."""

@@ -38,7 +38,7 @@ VOLUME = {
     "projection_dim": 16,
     **BERT,
 }
-VOLUMES = ("hlip", "hlip sigmoid", "ct_clip", "fvlm")
+VOLUMES = ("hlip", "hlip sigmoid", "ct_clip", "fvlm", "colipri")
 """Systems that read volumes."""
 LOCAL = ("gloria", "mgca", "carzero")
 """Systems with words, which need a tokenizer."""
@@ -242,6 +242,13 @@ def fvlm(**settings: Any) -> DualEncoder:
     return model
 
 
+def colipri(**settings: Any) -> DualEncoder:
+    torch.manual_seed(0)
+    image = {"patch_size": (2, 6, 6), "embed_dim": 24, "depth": 2, "num_heads": 2}
+    sizes = {"image_arguments": image, "projection_dim": 192, "pool_heads": 2}
+    return medvl.create_model("colipri", **{**VOLUME, **sizes, **settings})
+
+
 SYSTEMS: dict[str, Callable[[], DualEncoder]] = {
     "clip": lambda: clip(positives="study"),
     "siglip": siglip,
@@ -264,6 +271,7 @@ SYSTEMS: dict[str, Callable[[], DualEncoder]] = {
     "hlip": lambda: hlip(positives="study"),
     "ct_clip": lambda: ct_clip(positives="text"),
     "fvlm": fvlm,
+    "colipri": colipri,
     "hlip sigmoid": lambda: hlip(bias=-10.0, temperature=0.1),
 }
 

@@ -191,3 +191,87 @@ def _cosine_attention(
         share = np.exp(logits - logits.max(1, keepdims=True))
         outputs.append(share / share.sum(1, keepdims=True) @ value[head])
     return np.concatenate(outputs, axis=1) @ w[f"{name}to_out.weight"].T
+
+
+def primus_tokens(
+    state: Mapping[str, Tensor], volume_XYZ: np.ndarray, *, heads: int, patch: int
+) -> np.ndarray:
+    """Return the patches (a, b, c, D) of a volume of Hounsfield units along the axes of the file
+    by COLIPRI's released forward pass, from weights by the names of its code
+    (`image_encoder.backbone.` without its prefix).
+    """
+    w = {name: tensor.double().numpy() for name, tensor in state.items()}
+    values = np.clip(volume_XYZ.astype(float), -1000, 1000) / 1000
+    grid = tuple(side // patch for side in values.shape)
+    filters = w["down_projection.proj.weight"][:, 0]
+    tokens, places = [], []
+    for a, b, c in np.ndindex(*grid):
+        start = [patch * place for place in (a, b, c)]
+        cube = values[tuple(slice(first, first + patch) for first in start)]
+        tokens.append((filters * cube).sum((1, 2, 3)) + w["down_projection.proj.bias"])
+        places.append((a, b, c))
+    x = np.stack(tokens)
+    third = x.shape[1] // heads // 6
+    angles = np.array(
+        [
+            [place / 10000 ** (band / third) for place in each for band in range(third)]
+            for each in places
+        ]
+    )
+    depth = len({key.split(".")[2] for key in w if key.startswith("eva.blocks.")})
+    for index in range(depth):
+        b = {
+            key.removeprefix(f"eva.blocks.{index}."): value
+            for key, value in w.items()
+            if key.startswith(f"eva.blocks.{index}.")
+        }
+        x = x + b["gamma_1"] * _primus_attention(b, x, heads, angles)
+        y = _norm(x, b["norm2.weight"], b["norm2.bias"])
+        gate = y @ b["mlp.fc1_g.weight"].T + b["mlp.fc1_g.bias"]
+        inner = y @ b["mlp.fc1_x.weight"].T + b["mlp.fc1_x.bias"]
+        inner = gate / (1 + np.exp(-gate)) * inner
+        inner = _norm(inner, b["mlp.norm.weight"], b["mlp.norm.bias"])
+        x = x + b["gamma_2"] * (inner @ b["mlp.fc2.weight"].T + b["mlp.fc2.bias"])
+    return _norm(x, w["eva.norm.weight"], w["eva.norm.bias"]).reshape(*grid, -1)
+
+
+def _primus_attention(
+    b: Mapping[str, np.ndarray], x: np.ndarray, heads: int, angles: np.ndarray
+) -> np.ndarray:
+    y = _norm(x, b["norm1.weight"], b["norm1.bias"])
+    query = y @ b["attn.q_proj.weight"].T + b["attn.q_proj.bias"]
+    key = y @ b["attn.k_proj.weight"].T
+    value = y @ b["attn.v_proj.weight"].T + b["attn.v_proj.bias"]
+    outputs = []
+    for part in np.split(np.arange(x.shape[1]), heads):
+        turned = []
+        for vectors in (query[:, part], key[:, part]):
+            pairs = vectors[:, 0::2] + 1j * vectors[:, 1::2]  # pairs of channels as complex numbers
+            turned.append(pairs * np.exp(1j * angles))
+        logits = (turned[0] @ turned[1].conj().T).real / math.sqrt(len(part))
+        share = np.exp(logits - logits.max(1, keepdims=True))
+        outputs.append(share / share.sum(1, keepdims=True) @ value[:, part])
+    out = _norm(np.concatenate(outputs, 1), b["attn.norm.weight"], b["attn.norm.bias"])
+    return out @ b["attn.proj.weight"].T + b["attn.proj.bias"]
+
+
+def mean_query_pool(state: Mapping[str, Tensor], tokens: np.ndarray, heads: int) -> np.ndarray:
+    """Return the attention of the mean of tokens (N, D) to them, by the names of
+    `nn.MultiheadAttention`.
+    """
+    w = {name: tensor.double().numpy() for name, tensor in state.items()}
+    query, key, value = (
+        x @ weight.T + bias
+        for x, weight, bias in zip(
+            (tokens.mean(0, keepdims=True), tokens, tokens),
+            np.split(w["in_proj_weight"], 3),
+            np.split(w["in_proj_bias"], 3),
+            strict=True,
+        )
+    )
+    outputs = []
+    for part in np.split(np.arange(tokens.shape[1]), heads):
+        logits = query[:, part] @ key[:, part].T / math.sqrt(len(part))
+        share = np.exp(logits - logits.max())
+        outputs.append(share / share.sum() @ value[:, part])
+    return np.concatenate(outputs, 1)[0] @ w["out_proj.weight"].T + w["out_proj.bias"]

@@ -24,6 +24,7 @@ LISTS = {
     "biovil_t_image cxrbert_text": "biovil_t",
     "carzero": "carzero",
     "chexzero": "chexzero",
+    "colipri": "colipri",
     "convirt_pytorch": "convirt_pytorch",
     "ct_clip": "ct_clip",
     "cxrbert_text": "cxrbert",

@@ -25,12 +25,14 @@ from medvl.encoders.volume.network import (
     grid_of,
     three_sides,
 )
+from medvl.encoders.volume.primus import Primus
 from medvl.encoders.volume.resnet import ResNet3D
 from medvl.errors import ConfigError
 from medvl.schema import ImageFeatures
 
 _NETWORKS: Mapping[str, type[VolumeNetwork]] = {
     "ctvit": CTViT,
+    "primus": Primus,
     "resnet18_3d": ResNet3D,
     "vit": HierarchicalViT,
 }
@@ -128,7 +130,8 @@ def create_volume_encoder(
 
     Args:
         name: "vit", the hierarchical vision Transformer of HLIP; "ctvit", that of CT-CLIP;
-            "resnet18_3d", torchvision's R3D-18, with patches of 8 x 16 x 16 voxels.
+            "primus", that of COLIPRI; "resnet18_3d", torchvision's R3D-18, with patches of
+            8 x 16 x 16 voxels.
         size: voxels along (z, y, x).
         window: Hounsfield units that become 0 and 1; values beyond are clipped.
         mean, std: statistics of values in 0..1.
@@ -142,7 +145,8 @@ def create_volume_encoder(
         arguments: those of the network: of "vit", `patch_size`, `embed_dim`, `depth`, `num_heads`,
             `attention`, `drop_path_rate`, `max_scans`, `dropout` and `layers`
             (`medvl.encoders.volume.hierarchical_vit.HierarchicalViT`); of "ctvit", those of
-            `medvl.encoders.volume.ctvit.CTViT`.
+            `medvl.encoders.volume.ctvit.CTViT`; of "primus", those of
+            `medvl.encoders.volume.primus.Primus`.
 
     Raises:
         ConfigError: "unknown_name", "missing", "out_of_range" or "mismatch" for an argument.

@@ -10,6 +10,7 @@ from medvl.errors import WeightsError
 from medvl.export.importers.backbones import IMAGE, TEXT, bert
 from medvl.export.importers.importer import Importer, attention_heads, count, text_arguments
 from medvl.export.importers.key_map import KeyRule, Shapes, drop, fixed, keep
+from medvl.models.volumes.colipri import COLIPRIConfig
 from medvl.models.volumes.ct_clip import CTCLIPConfig
 from medvl.models.volumes.hlip import HLIPConfig
 
@@ -151,7 +152,67 @@ _CT_CLIP = Importer(
     "exchanged here as well.",
 )
 
+_PRIMUS = "image_encoder.backbone."
+_PRIMUS_HEADS = {396: 6, 792: 12, 864: 12, 1056: 16}
+"""Width -> heads of Primus-S, B, M and L, which the file does not contain."""
+
+
+def _colipri(shapes: Shapes) -> COLIPRIConfig:
+    width, _, *patch = shapes[f"{IMAGE}patch_embed.proj.weight"]
+    text = text_arguments(shapes, {"name": "cxrbert"})
+    size = shapes["image_head.proj.weight"][0]
+    if len(patch) != 3:
+        raise WeightsError("expected filters of volumes", "mismatch")
+    image: dict[str, Any] = {
+        **COLIPRIConfig().image_arguments,
+        "patch_size": tuple(reversed(patch)),  # of the axes of RAS: x, y, z
+        "embed_dim": width,
+        "depth": count(shapes, f"{IMAGE}blocks."),
+        "num_heads": _PRIMUS_HEADS.get(width, max(1, width // 72)),
+        "mlp_ratio": shapes[f"{IMAGE}blocks.0.mlp.fc2.weight"][1] / width,
+    }
+    return COLIPRIConfig(
+        image_arguments=image,
+        volume_size=(24 * patch[2], 24 * patch[1], 24 * patch[0]),
+        text_encoder=text.pop("name"),
+        vocab_size=text.pop("vocab_size", None),
+        text_arguments=text,
+        max_tokens=min(
+            COLIPRIConfig.max_tokens, shapes[f"{TEXT}embeddings.position_embeddings.weight"][0]
+        ),
+        projection_dim=size,
+        pool_heads=attention_heads(size),
+    )
+
+
+def _scale_of_temperature(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the scale whose inverse is the temperature of the file."""
+    if "logit_scale" not in tensors:
+        return {}
+    return {"logit_scale": -tensors["logit_scale"].float().log()}
+
+
 IMPORTERS = (
+    Importer(
+        name="colipri",
+        title="COLIPRI (Wald et al. 2025): Primus-M and CXR-BERT",
+        source="microsoft/colipri, package colipri 0.1.3, and dynamic-network-architectures 0.4.4",
+        table=(
+            keep(f"{_PRIMUS}down_projection.proj.*", f"{IMAGE}patch_embed.proj.*"),
+            drop(f"{_PRIMUS}mask_token", "the token of masked patches, for pretraining"),
+            keep(f"{_PRIMUS}eva.blocks.**", f"{IMAGE}blocks.**"),
+            keep(f"{_PRIMUS}eva.norm.*", f"{IMAGE}norm.*"),
+            keep("image_encoder.projector.*", "image_head.proj.*", change="conv to linear"),
+            keep("image_encoder.pooler.attn.**", "image_head.pool.attention.**"),
+            *bert("text_encoder.backbone."),
+            keep("text_encoder.pooler.attn.**", "text_head.attention.**"),
+            keep("softmax_temperature", "logit_scale", change="scalar"),
+        ),
+        system=_colipri,
+        computed=_scale_of_temperature,
+        note="The size of volumes is not in the file: 24 patches along each axis, as released. "
+        "Volumes are turned to RAS; releases 0.1.0 and 0.1.1 of its code turn them to SAR.",
+    ),
     _CT_CLIP,
     Importer(
         name="hlip",
