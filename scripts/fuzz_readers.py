@@ -301,6 +301,141 @@ def _serve(scratch: Path) -> Reader:
     return Reader(read, valid)
 
 
+LIMIT = 1 << 16
+"""Voxels and bytes of the volumes below."""
+
+
+def _hounsfield() -> np.ndarray:
+    return np.random.default_rng(0).integers(-1000, 1000, (4, 6, 5)).astype(np.int16)
+
+
+def _nifti(scratch: Path) -> Reader:
+    import gzip
+
+    import nibabel
+
+    from medvl.data import VolumeLimits, read_nifti
+
+    limits = VolumeLimits(file_bytes=1 << 20, voxels=LIMIT)
+    affine = np.diag([-0.8, -0.8, 2.0, 1.0])
+    plain = nibabel.Nifti1Image(_hounsfield().T, affine).to_bytes()
+    scaled = nibabel.Nifti1Image(_hounsfield().T.astype(np.uint8), affine)
+    scaled.header.set_slope_inter(2.0, -100.0)
+    second = nibabel.Nifti2Image(_hounsfield().T.astype(np.float32), affine).to_bytes()
+    valid = [plain, gzip.compress(plain, mtime=0), scaled.to_bytes(), second]
+    return Reader(lambda path: read_nifti(path, limits=limits), valid)
+
+
+def _npz(scratch: Path) -> Reader:
+    from medvl.data import VolumeLimits
+    from medvl.data.volumes.npz import read_npz
+
+    limits = VolumeLimits(file_bytes=1 << 20, voxels=LIMIT)
+    valid = []
+    for save in (np.savez, np.savez_compressed):
+        content = io.BytesIO()
+        save(content, ct=_hounsfield())
+        valid.append(content.getvalue())
+    places: dict[str, Any] = {"orientation": "IPL", "spacing": (2.0, 0.8, 0.8)}
+    return Reader(lambda path: read_npz(path, "ct", limits=limits, **places), valid)
+
+
+def _volume(scratch: Path) -> Reader:
+    """Return a reader of the members of shards that hold volumes."""
+    from medvl.data import VolumeLimits
+    from medvl.data.volumes.codec import decode_volume, encode_volume
+
+    limits = VolumeLimits(voxels=LIMIT)
+    valid = [encode_volume(_hounsfield(), chunk=chunk) for chunk in (1, 3, 16)]
+
+    def read(path: Path) -> None:
+        decode_volume(path.read_bytes(), limits=limits)
+        decode_volume(path.read_bytes(), slice(1, 3), limits=limits)
+
+    return Reader(read, valid)
+
+
+def _series(scratch: Path) -> Reader:
+    """Return a reader of a DICOM series of which one slice is mutated, also from memory."""
+    from medvl import phantom
+    from medvl.data import VolumeLimits, read_dicom_series
+    from medvl.data.volumes.dicom_series import decode_dicom_series
+
+    limits = VolumeLimits(file_bytes=1 << 20, files=8, voxels=LIMIT)
+    phantom.write_volumes(scratch / "ct", patients=1, shape=(4, 16, 16), dicom=True, seed=0)
+    series = next(path for path in sorted((scratch / "ct" / "dicom").iterdir()))
+    slices = sorted(series.iterdir())
+    mutated = slices[1]
+    valid = [mutated.read_bytes()]
+
+    def read(path: Path) -> None:
+        shutil.copyfile(path, mutated)
+        decode_dicom_series([each.read_bytes() for each in slices], limits=limits)
+        read_dicom_series(series, limits=limits)
+
+    return Reader(read, valid)
+
+
+def _parquet(scratch: Path) -> Reader:
+    """Return a reader of the tables that corpora of questions are published as."""
+    import pyarrow
+    import pyarrow.parquet
+
+    from medvl.common.untrusted import ANYWHERE
+    from medvl.data.corpora.common.parquet import read_parquet
+    from medvl.data.corpora.questions.cxr_qba import _COLUMNS, _LIMITS
+
+    valid = []
+    for codec in ("snappy", "none"):
+        rows = {name: [f"{name} {number}" for number in range(8)] for name in _COLUMNS}
+        content = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.table(rows), content, compression=codec)
+        valid.append(content.getvalue())
+    return Reader(lambda path: list(read_parquet(path, _COLUMNS, ANYWHERE, _LIMITS)), valid)
+
+
+def _zip(scratch: Path) -> Reader:
+    """Return a reader of the archive of CXR-QBA."""
+    import zipfile
+
+    from medvl.common.untrusted import ANYWHERE
+    from medvl.data.corpora.questions.cxr_qba import _read_archive
+
+    names = [f"p10/s{number}.qa.json" for number in range(3)]
+    text = json.dumps({"questions": [{"question": "Is there edema?", "answers": []}]})
+    valid = []
+    for kind in (zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED):
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w", kind) as archive:
+            for name in names:
+                archive.writestr(zipfile.ZipInfo(name), text, kind)
+        valid.append(content.getvalue())
+    chosen: dict[str, Any] = {f"s{number}": {} for number in range(3)}
+    return Reader(lambda path: _read_archive(path, chosen, ANYWHERE), valid)
+
+
+def _predictions(scratch: Path) -> Reader:
+    """Return a reader of the answers of other harnesses, in each of their forms."""
+    from medvl.data.annotations import Question
+    from medvl.eval.vqa.outside import read_answers
+
+    questions = [
+        Question(id=f"q{n}", question="Is it?", answer="yes", answer_type="closed", split="test")
+        for n in range(3)
+    ]
+    own = [{"id": each.id, "answer": "yes", "score": 0.5} for each in questions]
+    other = [{"doc_id": n, "filtered_resps": ["yes"]} for n in range(3)]
+    kit = [{"question_id": each.id, "response": "The answer is yes."} for each in questions]
+    lines = ["".join(f"{json.dumps(row)}\n" for row in rows).encode() for rows in (own, other)]
+
+    def read(path: Path) -> None:
+        suffix = ".json" if path.read_bytes()[:1] == b"[" else ".jsonl"
+        shutil.copyfile(path, scratch / f"answers{suffix}")
+        read_answers(scratch / f"answers{suffix}", questions)
+
+    return Reader(read, [*lines, json.dumps(kit).encode()])
+
+
 READERS: dict[str, Callable[[Path], Reader]] = {
     "dicom": _dicom,
     "image": _image,
@@ -313,5 +448,12 @@ READERS: dict[str, Callable[[Path], Reader]] = {
     "plain_pickle": _plain_pickle,
     "safetensors": _safetensors,
     "serve": _serve,
+    "nifti": _nifti,
+    "npz": _npz,
+    "volume": _volume,
+    "series": _series,
+    "parquet": _parquet,
+    "zip": _zip,
+    "predictions": _predictions,
 }
 """Name -> function that builds a reader in a folder of its own."""

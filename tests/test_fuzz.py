@@ -25,6 +25,13 @@ COUNTS = {
     "plain_pickle": 300,
     "safetensors": 300,
     "serve": 60,
+    "nifti": 150,
+    "npz": 100,
+    "volume": 200,
+    "series": 40,
+    "parquet": 60,
+    "zip": 100,
+    "predictions": 150,
 }
 
 

@@ -8,11 +8,15 @@ import contextlib
 import dataclasses
 import io
 import json
+import lzma
 import math
 import os
 import pickletools
 import re
 import stat
+import struct
+import zipfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -87,6 +91,22 @@ class InputFolders:
             raise kind(f"{path} is a pipe, device or socket; expected a file", "not_a_file")
         return file
 
+
+ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    EOFError,
+    NotImplementedError,
+    OSError,
+    OverflowError,
+    RuntimeError,
+    ValueError,
+    struct.error,
+)
+"""What `zipfile` raises for archives that are damaged, encrypted (RuntimeError), or of an unknown
+version or compression.
+"""
 
 ANYWHERE = InputFolders()
 """Any regular file: for files that the user names."""

@@ -4,13 +4,12 @@ import ast
 import math
 import os
 import zipfile
-import zlib
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from medvl.common.untrusted import ANYWHERE, InputFolders
+from medvl.common.untrusted import ANYWHERE, ZIP_ERRORS, InputFolders
 from medvl.data.volumes.nifti import named_axes
 from medvl.data.volumes.volume import DEFAULT_LIMITS, Volume, VolumeLimits, to_canonical, to_int16
 from medvl.errors import VolumeError
@@ -57,7 +56,9 @@ def read_npz(
                     values = _read(member, limits)
     except VolumeError as error:
         raise error.prefixed(f"{path}: ") from error
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+    except FileNotFoundError:
+        raise
+    except ZIP_ERRORS as error:
         raise VolumeError(f"{path} is damaged: copy it again", "malformed") from error
     found = to_canonical(values, axes)
     return Volume(hu_DHW=found.array, spacing=found.spacing, angle=found.angle)

@@ -80,7 +80,8 @@ def read_answers(path: str | Path, questions: Sequence[Question]) -> Predictions
         name = _question_id(row)
         if name is None:
             place = row.get("doc_id", len(answers))
-            if not isinstance(place, int) or len(found) != len(questions) or place >= len(found):
+            is_place = isinstance(place, int) and 0 <= place < len(found)
+            if not is_place or len(found) != len(questions):
                 message = f"{where}: expected question_id, or a row for each of the questions"
                 raise EvaluationError(message, "missing", field="question_id")
             name = questions[place].id

@@ -81,6 +81,10 @@ def test_files_of_harnesses(tmp_path: Path) -> None:
     assert {n: p.answer for n, p in read_answers(by_place, questions()).items()} == {
         "b": "no", "a": "Yes, so",
     }  # fmt: skip
+    for place in (-1, 2, "1"):  # no place of two questions
+        write(tmp_path / "samples.jsonl", [{**samples[0], "doc_id": place}, samples[1]], lines=True)
+        with raises(EvaluationError, "missing", "question_id"):
+            read_answers(by_place, questions())
     named = [{**samples[0], "doc": {"question_id": "a"}}]
     path = write(tmp_path / "named.jsonl", named, lines=True)
     assert read_answers(path, questions())["a"].answer == "no"

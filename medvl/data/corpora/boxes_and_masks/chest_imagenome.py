@@ -6,13 +6,12 @@ import contextlib
 import dataclasses
 import re
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from medvl.common.untrusted import InputFolders, parse_json
+from medvl.common.untrusted import ZIP_ERRORS, InputFolders, parse_json
 from medvl.data.annotations import Box, read_corners, region_fields
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
@@ -262,7 +261,7 @@ class _SceneGraphs(Mapping[str, Mapping[str, Any]]):
             raise CorpusError(f"{where}: expected at most {_MAX_BYTES} bytes", "too_large")
         try:
             graph = parse_json(self._archive.read(info))
-        except (ValueError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        except ZIP_ERRORS as error:
             message = f"expected JSON that medvl reads, got {type(error).__name__}"
             raise malformed(where, message) from None
         parts = [graph.get(name) if isinstance(graph, dict) else None for name in _PARTS]
@@ -280,7 +279,7 @@ def _open_archive(path: Path, allowed: InputFolders) -> Iterator[_SceneGraphs]:
     with allowed.open(path, CorpusError) as file:
         try:
             archive = zipfile.ZipFile(file)
-        except zipfile.BadZipFile:
+        except ZIP_ERRORS:
             raise malformed(path, "expected a zip archive; copy the file again") from None
         with archive:
             yield _SceneGraphs(path, archive)

@@ -5,13 +5,12 @@
 import dataclasses
 import re
 import zipfile
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from medvl.common.untrusted import InputFolders, parse_json
+from medvl.common.untrusted import ZIP_ERRORS, InputFolders, parse_json
 from medvl.data.annotations import Question
 from medvl.data.corpora.common import questions as vqa
 from medvl.data.corpora.common.parquet import ParquetLimits, read_parquet
@@ -138,7 +137,7 @@ def _read_archive(
     with allowed.open(path, CorpusError) as file:
         try:
             archive = zipfile.ZipFile(file)
-        except zipfile.BadZipFile:
+        except ZIP_ERRORS:
             raise malformed(path, "expected a zip archive; copy the file again") from None
         with archive:
             for member in archive.infolist():
@@ -150,7 +149,7 @@ def _read_archive(
                     raise CorpusError(f"{where}: above {_MAX_BYTES >> 20} MB", "too_large")
                 try:
                     content = parse_json(archive.read(member))
-                except (ValueError, OSError, zipfile.BadZipFile, zlib.error):
+                except ZIP_ERRORS:
                     raise malformed(where, "expected JSON; copy the archive again") from None
                 entries = content.get("questions") if isinstance(content, dict) else None
                 if not isinstance(entries, list):

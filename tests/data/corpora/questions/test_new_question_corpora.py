@@ -113,6 +113,16 @@ def test_cxr_qba_takes_the_questions_of_the_export(tmp_path, deid):
     assert good.rows.excluded["rating"] == plan.rows.read - good.rows.kept - sum(
         good.rows.excluded[name] for name in ("not_in_archive", "no_frontal_image")
     )
+    whole = (root / "qa.zip").read_bytes()
+    for start, mark in ((6, 1), (8, 77)):  # encrypted; of an unknown compression
+        damaged = bytearray(whole)
+        entry = whole.index(b"PK\x01\x02")
+        while entry > 0:
+            damaged[entry + start + 2] = mark
+            entry = whole.find(b"PK\x01\x02", entry + 1)
+        (root / "qa.zip").write_bytes(bytes(damaged))
+        with raises(CorpusError, "malformed"):
+            CXRQBA(root=root).plan(deid)
     (root / "qa.zip").write_bytes(b"PK")
     with raises(CorpusError, "malformed"):
         CXRQBA(root=root).plan(deid)
