@@ -315,11 +315,13 @@ def _volumes(arguments: Sequence[str]) -> str:
     """
     parser = argparse.ArgumentParser(
         prog="medvl doctor volumes",
-        usage="medvl doctor volumes RECIPE [PRESET] [settings of the recipe ...]",
-        description="Operations and memory of one volume in the encoder of a recipe, without data.",
+        usage="medvl doctor volumes RECIPE [PRESET] [settings of the recipe ...] [--plan ...]",
+        description="Operations and memory of one volume in the encoder of a recipe, without data; "
+        "with --plan, hours, terabytes and cost of a corpus.",
         allow_abbrev=False,
     )
     parser.add_argument("recipe", help="recipe of a system of volumes, such as hlip_ct_rate")
+    _add_plan_options(parser)
     options, rest = parser.parse_known_args(arguments)
     _, settings = load_recipe(find_recipe(options.recipe), rest)
     from medvl.models.volumes.base import VolumeDualConfig
@@ -334,7 +336,58 @@ def _volumes(arguments: Sequence[str]) -> str:
             field="recipe",
         )
     encoder = {"name": model.image_encoder, "size": model.volume_size, **model.image_arguments}
-    return describe_cost(volume_cost(encoder))
+    cost = volume_cost(encoder)
+    if not options.plan:
+        return describe_cost(cost)
+    return f"{describe_cost(cost)}\n\n{_volume_plan(options, cost, settings)}"
+
+
+_PLAN = {
+    "tflops": (float, 1, "peak of one device in TFLOP/s at the precision of the run (required)"),
+    "price": (float, 1, "price of one machine for an hour, in any currency"),
+    "volumes": (int, 1, "volumes of the corpus; default 47149, CT-RATE's training part"),
+    "scans": (int, 1, "scans that they belong to; default 24128"),
+    "raw-tb": (float, 1, "terabytes of the corpus as downloaded; default 21"),
+    "source": (int, 3, "voxels of a typical file along z y x; default 256 512 512"),
+    "source-spacing": (float, 3, "its spacing in mm; default 1.25 0.68 0.68"),
+    "spacing": (float, 3, "spacing of the shards in mm; default 3 1 1"),
+    "epochs": (float, 1, "passes over the data; default those of the recipe"),
+    "utilisation": (float, 1, "share of the peak that a step reaches; default 0.35"),
+    "devices": (int, 1, "devices of a machine; default 8"),
+    "cores": (int, 1, "cores of a machine; default those of this one"),
+    "network-gbit": (float, 1, "rate of the download of one machine; default 10"),
+    "scaling": (float, 1, "speed of several machines as a share of so many times one; default 0.9"),
+    "machines": (int, "+", "numbers of machines to plan for; default 1 8"),
+}
+"""Options of `medvl doctor volumes --plan`: type, number of values, help."""
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plan", action="store_true", help="plan the training on a corpus")
+    for name, (kind, count, text) in _PLAN.items():
+        several: dict[str, Any] = {} if count == 1 else {"nargs": count}
+        parser.add_argument(f"--{name}", type=kind, help=text, **several)
+
+
+def _volume_plan(options: argparse.Namespace, cost: Any, settings: Any) -> str:
+    """Return the plan. Raises ConfigError for values that are not above 0."""
+    from medvl.train.doctor.volume_plan import PlanOptions, describe_plan, measure_rates
+
+    given: dict[str, Any] = {}
+    for name in _PLAN:
+        value = getattr(options, name.replace("-", "_"))
+        if value is None:
+            continue
+        values = value if isinstance(value, list) else [value]
+        if not all(0 < each < float("inf") for each in values):
+            raise ConfigError(f"expected --{name} above 0, got {value}", "out_of_range", field=name)
+        given[name.replace("-", "_")] = tuple(value) if isinstance(value, list) else value
+    if "tflops" not in given:
+        raise ConfigError(
+            "a plan needs the peak of the devices: give --tflops", "missing", field="tflops"
+        )
+    plan = PlanOptions(**given)
+    return describe_plan(plan, measure_rates(plan, cost.size), cost, settings)
 
 
 def _shards(arguments: Sequence[str]) -> str:
@@ -408,7 +461,7 @@ def _parser(add_help: bool) -> argparse.ArgumentParser:
         "...]\n"
         "       torchrun --nnodes N ... -m medvl doctor nodes [--storage DIR]\n"
         "       medvl doctor shards ADDRESS [--out FILE]\n"
-        "       medvl doctor volumes RECIPE [PRESET] [settings of the recipe ...]",
+        "       medvl doctor volumes RECIPE [PRESET] [settings of the recipe ...] [--plan ...]",
         description="Measure a recipe and find its bottleneck. RECIPE --help lists its settings.",
         epilog=f"Example: {example('doctor')}",
         add_help=add_help,  # --help after the recipe is that of the recipe

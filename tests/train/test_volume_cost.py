@@ -5,7 +5,8 @@ from helpers.errors import raises
 
 from medvl.cli.recipes import doctor
 from medvl.errors import ConfigError
-from medvl.train.doctor.volume_cost import volume_cost
+from medvl.train.doctor.volume_cost import VolumeCost, volume_cost
+from medvl.train.doctor.volume_plan import Measured, PlanOptions, plan_phases
 
 TINY = {"name": "vit", "size": (8, 12, 12), "patch_size": (2, 3, 3), "embed_dim": 24}
 
@@ -42,3 +43,35 @@ def test_the_command_describes_a_recipe_without_data() -> None:
     assert "with recomputation" in text
     with raises(ConfigError, "unsupported", "recipe"):
         doctor(["volumes", "convirt", "tiny"])
+
+
+def test_the_plan_multiplies_what_it_measured_and_what_it_was_given() -> None:
+    measured = Measured(
+        file_mb=50, read_s=1.0, resample_s=0.5, encode_s=0.5, stored_mb=10.0, decode_s=0.05
+    )
+    cost = VolumeCost(
+        size=(112, 336, 336), tokens=1, parameters=1, forward_gflop=600.0, activations_gb=1.0,
+        recomputed_gb=0.1,
+    )  # fmt: skip
+    options = PlanOptions(volumes=3600, raw_tb=4.5, tflops=100.0, utilisation=0.5, devices=4,
+                          cores=10, network_gbit=10.0, scaling=0.5)  # fmt: skip
+    phases = plan_phases(options, measured, cost, samples=36_000, recomputes=False)
+    hours = {phase.name: phase.hours for phase in phases}
+    assert hours["download"] == pytest.approx((1.0, 0.25))  # eight machines, half as fast
+    assert hours["conversion"] == pytest.approx((0.2, 0.05))
+    seconds = 36_000 * 3 * 600e9 / (4 * 100e12 * 0.5)
+    assert hours["training, devices"][0] == pytest.approx(seconds / 3600)
+    assert hours["training, loader"][0] == pytest.approx(36_000 * 0.05 / 10 / 3600)
+
+
+def test_the_command_plans_with_its_assumptions() -> None:
+    small = ["--source", "8", "32", "32", "--source-spacing", "40", "12", "12"]
+    command = ["volumes", "hlip_ct_rate", "tiny", "--plan", *small, "--spacing", "20", "12", "12"]
+    text = doctor([*command, "--tflops", "400", "--price", "30", "--machines", "1", "3"])
+    for fact in ("1 machine", "3 machines", "400 TFLOP/s", "600 steps of 64 volumes", "30 a machine",
+                 "measured here", "--engine ray", "21 TB (given)"):  # fmt: skip
+        assert fact in text
+    with raises(ConfigError, "missing", "tflops"):
+        doctor(command)
+    with raises(ConfigError, "out_of_range", "price"):
+        doctor([*command, "--tflops", "400", "--price", "-1"])
