@@ -32,6 +32,7 @@ def infer(
     calibration: Path | None = None,
     out: Path | None = None,
     overlays: int = 1,
+    nifti: bool = False,
     batch: int = 32,
     frame: int | None = None,
     modality: tuple[str, ...] = (),
@@ -58,7 +59,8 @@ def infer(
         out: folder for results.jsonl, results.csv and overlays; the same command again continues
             it.
         overlays: heat maps for each image, of the texts with the highest values, written to
-            OUT/overlays.
+            OUT/overlays; for volumes, the slices through the highest value.
+        nifti: write the maps of volumes as NIfTI files too, in the voxels of each file.
         batch: images per batch.
         frame: frame of multi-frame DICOM files, from 0; without it they are skipped.
         modality: modalities of DICOM files to accept, such as CR DX RG; others are skipped. Without
@@ -77,15 +79,14 @@ def infer(
     from medvl.eval.zero_shot_classification.calibration import calibration_for
     from medvl.eval.zero_shot_classification.prompts import load_prompts
     from medvl.inference.folder import (
-        VOLUME_SUFFIXES,
         ImageModel,
         can_draw,
         count_skipped,
         find_images,
         find_volumes,
         infer_files,
-        reads_volumes,
     )
+    from medvl.inference.volumes import reads_volumes
     from medvl.models import DualEncoder
 
     _check_numbers(("batch", batch, 1), ("overlays", overlays, 0), ("frame", frame or 0, 0))
@@ -117,26 +118,22 @@ def infer(
         }
     if accepted:
         settings["modality"] = sorted(accepted)
+    if nifti and drawn and of_volumes:
+        settings["nifti"] = True
     results = infer_files(
         model,
         paths,
         out=out,
         settings=settings,
         overlays=drawn,
+        nifti=nifti and of_volumes,
         batch=batch,
         frame=frame,
         modality=accepted,
     )
     skipped = count_skipped(results)
     if sum(skipped.values()) == len(results):
-        advice = "expected DICOM, JPEG or PNG files, or folders with them; unpack archives first"
-        if any(str(path).endswith(VOLUME_SUFFIXES) for path in paths) and not of_volumes:
-            advice = (
-                f"{checkpoint} reads images and these are volumes: take a model of volumes, or "
-                "convert them with `medvl shards volumes` for `medvl eval`, which gives it slices"
-            )
-        if of_volumes:
-            advice = "expected NIfTI files or folders of DICOM series in Hounsfield units"
+        advice = _advice(checkpoint, paths, of_volumes)
         raise ConfigError(
             f"no image could be read: {_counts(skipped)}; {advice}", "empty", field="images"
         )
@@ -184,6 +181,20 @@ def _set_organs(
         transform, organs=not all_tokens, organ_masks=masks, organ_labels=labels
     )
     return {"organs": "all tokens" if masks is None else [str(masks), labels]}
+
+
+def _advice(checkpoint: str, paths: Sequence[Path], of_volumes: bool) -> str:
+    """Return what to do where no file could be read."""
+    from medvl.inference.folder import VOLUME_SUFFIXES
+
+    if of_volumes:
+        return "expected NIfTI files or folders of DICOM series in Hounsfield units"
+    if any(str(path).endswith(VOLUME_SUFFIXES) for path in paths):
+        return (
+            f"{checkpoint} reads images and these are volumes: take a model of volumes, or convert "
+            "them with `medvl shards volumes` for `medvl eval`, which gives it slices"
+        )
+    return "expected DICOM, JPEG or PNG files, or folders with them; unpack archives first"
 
 
 def _check_numbers(*options: tuple[str, int, int]) -> None:
@@ -443,21 +454,21 @@ def serve(
     server: tyro.conf.OmitArgPrefixes[ServeConfig],
     *,
     checkpoint: tuple[str, ...] = (),
-    prompts: str = "chexpert_ensemble",
+    prompts: str = "",
     calibration: tuple[Path, ...] = (),
     gallery: Path | None = None,
     gallery_images: int = 5000,
     certificate: tuple[Path, Path] | None = None,
     device: str = "auto",
 ) -> None:
-    """Serve a page for one image: findings, heat maps, questions, reports, neighbours.
+    """Serve a page for one image or volume: findings, heat maps, questions, reports, neighbours.
 
     Args:
         server: address, access and limits.
         checkpoint: a run, a folder of a checkpoint, or a name on the hub; two are shown side by
             side (required).
         prompts: name of a prompt set (`medvl list prompts`) or path of a JSON file, whose findings
-            are offered.
+            are offered; default chexpert_ensemble, and ct_clip for volumes.
         calibration: files of `medvl eval calibrate`, one for each checkpoint; default those beside
             the checkpoints.
         gallery: folder of shards whose images are searched for neighbours.

@@ -30,5 +30,6 @@ if TYPE_CHECKING:
         prompts_of_shards as prompts_of_shards,
         reconstruct_images as reconstruct_images,
     )
+    from medvl.inference.volumes import volume_heatmap as volume_heatmap
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -37,6 +37,7 @@ from medvl.inference.models import (
     texts_for,
     warn_of_other_images,
 )
+from medvl.inference.volumes import reads_volumes, volume_heatmap
 from medvl.models import VQA, DualEncoder, LabelModel
 from medvl.models.base import System, evaluating
 from medvl.models.downstream.vqa.model import question_attention
@@ -348,7 +349,7 @@ def heatmap(
     smoothing: float = 0.0,
 ) -> NDArray[np.float32]:
     """Return the heat map of a text: (H, W) float32 in pixels of the original image, NaN outside of
-    the model's crop.
+    the model's crop; of a volume (D, H, W), as `medvl.inference.volume_heatmap`.
 
     Dual-encoders compare the text with each region (`medvl eval grounding`): the attention of its
     words where the model has one (GLoRIA), else the cosine similarity, which may be negative. VQA
@@ -357,7 +358,7 @@ def heatmap(
 
     Args:
         model: the model, or what `medvl.load` takes.
-        image: one image (`medvl.data.ImageInput`).
+        image: one image (`medvl.data.ImageInput`), or one volume.
         text: a phrase, or a question for a VQA model.
         maps: "attention" or "similarity", of dual-encoders; None takes attention where the model
             has it.
@@ -381,6 +382,14 @@ def heatmap(
         raise ConfigError("expected one text; call heatmap for each", "wrong_type", field="text")
     if not text.strip():
         raise ConfigError("expected a text, got an empty one", "empty", field="text")
+    if reads_volumes(system):
+        if maps == "attention" or smoothing:
+            raise ConfigError(
+                "volumes have maps of similarity without smoothing: leave both options out",
+                "unsupported",
+                field="maps",
+            )
+        return volume_heatmap(system, image, text)
     if not isinstance(system, DualEncoder | VQA):
         raise refuse(system, "locate a text in an image", HEATMAP_ADVICE)
     warn_of_other_images(system, [image])

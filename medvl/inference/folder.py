@@ -28,13 +28,20 @@ from medvl.common.text_files import csv_text
 from medvl.common.untrusted import parse_json
 from medvl.data.images.codecs import encode_png
 from medvl.data.images.read import starts_like_dicom
-from medvl.data.volumes.transform import VolumeTransform
+from medvl.data.volumes.volume import Volume
 from medvl.errors import ConfigError, EvaluationError, ImageError, MedvlError
 from medvl.eval.grounding.evaluation import draw_grounding
 from medvl.eval.report_generation.generate import ReportWriter
 from medvl.eval.zero_shot_classification.calibration import Calibration, FindingCalibration
 from medvl.inference.answers import ABLE, Scorer, answer, heatmap, write_report
 from medvl.inference.models import Expected, batches, header_of, refuse
+from medvl.inference.volumes import (
+    draw_volume_map,
+    has_patch_maps,
+    reads_volumes,
+    volume_heatmap,
+    write_map,
+)
 from medvl.models import VQA, DualEncoder, LabelModel
 from medvl.models.base import System
 
@@ -163,6 +170,7 @@ def infer_files(
     out: Path | None = None,
     settings: Mapping[str, Any] | None = None,
     overlays: int = 0,
+    nifti: bool = False,
     batch: int = 32,
     frame: int | None = None,
     modality: Sequence[str] = (),
@@ -179,6 +187,7 @@ def infer_files(
         settings: content of `settings.json`.
         overlays: number of heat maps to draw for each image, of the texts with the highest values;
             needs `out`.
+        nifti: write these maps as NIfTI files too, in the voxels of each volume.
         batch: images per batch.
         frame: index of the frame in multi-frame DICOM files, from 0; with None, these are skipped.
         modality: modalities to accept; DICOM files of others are skipped as "other_modality".
@@ -194,9 +203,8 @@ def infer_files(
         total=len(images), initial=len(images) - len(todo), unit="img", disable=_hidden(progress)
     ) as bar:
         for start in range(0, len(todo), batch):
-            results = _infer_batch(
-                model, todo[start : start + batch], frame, out, overlays, modality
-            )
+            drawing = None if out is None else _Drawing(out, overlays, nifti)
+            results = _infer_batch(model, todo[start : start + batch], frame, drawing, modality)
             if out is not None:
                 with open_own(out / LINES) as file:
                     file.writelines(f"{result.as_json()}\n".encode() for result in results)
@@ -226,8 +234,7 @@ def _infer_batch(
     model: ImageModel,
     paths: Sequence[Path],
     frame: int | None,
-    out: Path | None,
-    overlays: int,
+    drawing: "_Drawing | None",
     modality: Sequence[str],
 ) -> list[ImageResult]:
     headers = {path: header_of(path) for path in paths}
@@ -248,9 +255,7 @@ def _infer_batch(
             results.append(dataclasses.replace(result, skipped=pixels, warning=None))
             continue
         row = next(values)
-        drawn = (
-            _draw(model, path, pixels, row, out, overlays) if out is not None and overlays else ()
-        )
+        drawn = () if drawing is None else _draw(model, path, pixels, row, drawing)
         results.append(dataclasses.replace(result, values=row, overlays=drawn))
     return results
 
@@ -284,13 +289,21 @@ def read_files(
         return list(pool.map(read, paths))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Drawing:
+    """Pictures of the texts with the highest values."""
+
+    out: Path
+    count: int
+    nifti: bool
+
+
 def _draw(
     model: ImageModel,
     path: Path,
     pixels: np.ndarray,
     values: Mapping[str, Value],
-    out: Path,
-    count: int,
+    drawing: _Drawing,
 ) -> tuple[str, ...]:
     """Write the heat maps of the texts with the highest values. Returns their paths in `out`."""
     order = sorted(
@@ -298,23 +311,47 @@ def _draw(
         key=lambda name: values[name] if isinstance(values[name], float) else 0.0,
         reverse=True,
     )
-    names = []
-    for text in order[:count]:
-        map_HW = heatmap(model.model, pixels, text)
-        drawn_HWC = draw_grounding(
-            pixels, map_HW, [], side=min(_OVERLAY_SIDE, max(pixels.shape[:2]))
-        )
+    names: list[str] = []
+    for text in order[: drawing.count]:
         digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]  # files of equal names
-        names.append(f"{OVERLAYS}/{image_name(Path(path.stem))[:60]}-{digest}-{_slug(text)}.png")
-        subfolder(out, OVERLAYS)
-        write_atomic(out / names[-1], encode_png(drawn_HWC))
+        stem = f"{OVERLAYS}/{image_name(Path(path.stem))[:60]}-{digest}-{_slug(text)}"
+        subfolder(drawing.out, OVERLAYS)
+        if reads_volumes(model.model):
+            names += _draw_volume(model.model, path, pixels, text, drawing, stem)
+            continue
+        map_HW = heatmap(model.model, pixels, text)
+        side = min(_OVERLAY_SIDE, max(pixels.shape[:2]))
+        drawn_HWC = draw_grounding(pixels, map_HW, [], side=side)
+        write_atomic(drawing.out / f"{stem}.png", encode_png(drawn_HWC))
+        names.append(f"{stem}.png")
     return tuple(names)
+
+
+def _draw_volume(
+    model: Any, path: Path, values_DHW: np.ndarray, text: str, drawing: _Drawing, stem: str
+) -> list[str]:
+    """Write a picture of slices with a map, and the map as NIfTI; return their paths in `out`."""
+    spacing = model.transform.stored.spacing
+    if drawing.nifti or spacing is None:
+        volume = model.transform.original(path)
+        map_DHW = volume_heatmap(model, volume, text)
+    else:
+        volume = Volume(hu_DHW=values_DHW, spacing=spacing)
+        map_DHW = volume_heatmap(model, values_DHW, text)
+    picture = draw_volume_map(volume, map_DHW, model.image_encoder.window)
+    write_atomic(drawing.out / f"{stem}.png", encode_png(picture))
+    if not drawing.nifti:
+        return [f"{stem}.png"]
+    write_map(drawing.out / f"{stem}.nii.gz", map_DHW, volume, None if path.is_dir() else path)
+    return [f"{stem}.png", f"{stem}.nii.gz"]
 
 
 def can_draw(model: ImageModel) -> bool:
     """Return whether the model has heat maps of its texts."""
-    if not isinstance(model.model, DualEncoder | VQA) or reads_volumes(model.model):
+    if not isinstance(model.model, DualEncoder | VQA):
         return False
+    if reads_volumes(model.model):
+        return has_patch_maps(model.model)
     try:
         heatmap(model.model, np.zeros((64, 64), np.uint8), model.names[0])
     except (ConfigError, EvaluationError):
@@ -413,12 +450,6 @@ def find_images(paths: Iterable[Path | str]) -> list[Path]:
 
 
 VOLUME_SUFFIXES = (".nii", ".nii.gz")
-
-
-def reads_volumes(model: System) -> bool:
-    """Return whether a model takes volumes in place of images."""
-    transform: Any = model.transform
-    return isinstance(transform, VolumeTransform)
 
 
 def find_volumes(paths: Iterable[Path | str]) -> list[Path]:

@@ -33,6 +33,24 @@ def on_image(map_Khw: Tensor, box: Box, height: int, width: int) -> Tensor:
     return down_Hh @ map_Khw.float() @ across_Ww.T
 
 
+def on_volume(
+    map_Kdhw: Tensor, extents: Sequence[tuple[float, float]], shape: Sequence[int]
+) -> Tensor:
+    """Return (K, D, H, W) float32, as `on_image`: the values of a grid at the centers of a volume's
+    voxels, NaN outside of its extents.
+
+    Args:
+        map_Kdhw: values over the cells of a model's input.
+        extents: start and length of the input along (z, y, x), in voxels of the volume.
+        shape: voxels of the volume along (z, y, x).
+    """
+    map_K = map_Kdhw.float()
+    for axis, ((start, length), side) in enumerate(zip(extents, shape, strict=True), 1):
+        weights_Vc = _weights(side, start, length, map_K.shape[axis], map_K.device)
+        map_K = torch.tensordot(map_K, weights_Vc, dims=([axis], [1])).movedim(-1, axis)
+    return map_K
+
+
 def on_originals(
     map_Bhw: Tensor,
     transform: EvalTransform,

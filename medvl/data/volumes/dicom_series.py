@@ -13,6 +13,7 @@ only numbers and the modality are returned.
 
 import dataclasses
 import functools
+import io
 import itertools
 import math
 import os
@@ -20,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar, get_args
+from typing import BinaryIO, TypeVar, get_args
 
 import numpy as np
 
@@ -125,14 +126,45 @@ def read_dicom_series(
             )
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"{folder} is no folder")
-    reader = _Reader(Path(folder), limits, folders)
+    inside = folders if folders.real else InputFolders.of(folder)
     try:
+        paths = _files_below(Path(folder), limits)
+        reader = _Reader(paths, lambda path: inside.open(path, DicomError), limits)
         slices = _chosen(reader.stacks(derived=derived), stack, reader.dropped)
         return reader.read(slices, gaps, tilt, max_oblique)
     except VolumeError as error:
         raise error.prefixed(f"{folder}: ") from error
     except MemoryError as error:
         raise VolumeError(f"{folder}: not enough memory for the volume", "too_large") from error
+
+
+def decode_dicom_series(files: Sequence[bytes], *, limits: VolumeLimits = DEFAULT_LIMITS) -> Volume:
+    """Read one volume from the content of the files of a series, as `read_dicom_series`.
+
+    Raises VolumeError and DicomError as `read_dicom_series`; their messages number the files.
+    """
+    if len(files) > limits.files:
+        raise VolumeError(f"more than {limits.files} files", "too_large", field="files")
+    content = {Path(f"file {number}"): data for number, data in enumerate(files, 1)}
+    reader = _Reader([*content], lambda path: io.BytesIO(content[path]), limits)
+    try:
+        slices = _chosen(reader.stacks(derived=False), None, reader.dropped)
+        return reader.read(slices, "refuse", "refuse", MAX_OBLIQUE)
+    except MemoryError as error:
+        raise VolumeError("not enough memory for the volume", "too_large") from error
+
+
+def _files_below(folder: Path, limits: VolumeLimits) -> list[Path]:
+    paths: list[Path] = []
+    for root, _, names in os.walk(folder):
+        paths += [Path(root) / name for name in names]
+        if len(paths) > limits.files:
+            raise VolumeError(
+                f"the folder has more than {limits.files} files; name that of one series",
+                "too_large",
+                field="files",
+            )
+    return sorted(paths)
 
 
 def _chosen(
@@ -157,18 +189,20 @@ def _chosen(
 
 
 class _Reader:
-    """Reads the files of one folder twice: all headers first, then the chosen pixels."""
+    """Reads the files of one series twice: all headers first, then the chosen pixels."""
 
-    def __init__(self, folder: Path, limits: VolumeLimits, folders: InputFolders) -> None:
-        self._folder = folder
-        self._folders = folders if folders.real else InputFolders.of(folder)
+    def __init__(
+        self, paths: Sequence[Path], opener: Callable[[Path], BinaryIO], limits: VolumeLimits
+    ) -> None:
+        self._paths = paths
+        self._opener = opener
         self._limits = limits
         self.dropped: Counter[str] = Counter()
 
     def stacks(self, *, derived: bool) -> list[list[_Slice]]:
         """Return the stacks of slices in the order of their places, most slices first."""
         groups: dict[Hashable, list[_Slice]] = {}
-        for path in self._files():
+        for path in self._paths:
             found = self._open(path, functools.partial(_slice, path, derived=derived))
             if isinstance(found, str):
                 self.dropped[found] += 1
@@ -237,21 +271,9 @@ class _Reader:
             dropped=MappingProxyType(dict(self.dropped)),
         )
 
-    def _files(self) -> list[Path]:
-        paths: list[Path] = []
-        for root, _, names in os.walk(self._folder):
-            paths += [Path(root) / name for name in names]
-            if len(paths) > self._limits.files:
-                raise VolumeError(
-                    f"the folder has more than {self._limits.files} files; name that of one series",
-                    "too_large",
-                    field="files",
-                )
-        return sorted(paths)
-
     def _open(self, path: Path, function: Callable[[DicomFile], _T]) -> _T | str:
         """Return what `function` makes of a file, or why it is no image."""
-        with self._folders.open(path, DicomError) as stream:
+        with self._opener(path) as stream:
             try:
                 return function(open_dicom(stream, _DICOM_LIMITS))
             except DicomError as error:

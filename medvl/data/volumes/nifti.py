@@ -91,6 +91,17 @@ def read_nifti(
         raise VolumeError(f"{path}: not enough memory for the volume", "too_large") from error
 
 
+def decode_nifti(file: BinaryIO, *, limits: VolumeLimits = DEFAULT_LIMITS) -> Volume:
+    """Read one volume from an open file, or from memory, as `read_nifti`.
+
+    Raises VolumeError as `read_nifti`, without the name of a file.
+    """
+    try:
+        return _read(file, None, None, None, MAX_OBLIQUE, limits)
+    except MemoryError as error:
+        raise VolumeError("not enough memory for the volume", "too_large") from error
+
+
 def named_axes(orientation: str) -> np.ndarray:
     """Return the unit steps (3, 3) of axis codes such as "RAS", as columns in LPS coordinates.
 
@@ -117,7 +128,8 @@ def _read(
     max_oblique: float,
     limits: VolumeLimits,
 ) -> Volume:
-    size = os.fstat(file.fileno()).st_size
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
     if size > limits.file_bytes:
         raise VolumeError(
             f"the file has {size} bytes, over the limit", "too_large", field="file_bytes"

@@ -74,11 +74,7 @@ def _sides_at(volume: Volume, spacing: Sequence[float]) -> tuple[tuple[float, ..
             "out_of_range",
             field="spacing",
         )
-    # 1e-6: 3.0 / 0.1 voxels are 30, not 29
-    sides = [
-        int(side * old / new + 1e-6)
-        for side, old, new in zip(volume.hu_DHW.shape, volume.spacing, goal, strict=True)
-    ]
+    sides = resampled_sides(volume.hu_DHW.shape, volume.spacing, goal)
     if min(sides) < 1:
         raise ConfigError(
             f"a spacing of {goal} mm leaves {sides} voxels", "out_of_range", field="spacing"
@@ -99,6 +95,15 @@ def resample_labels(labels_DHW: np.ndarray, volume: Volume, spacing: Sequence[fl
     ]
     resampled: np.ndarray = labels_DHW[np.ix_(*places)]
     return resampled
+
+
+def resampled_sides(shape: Sequence[int], old: Sequence[float], new: Sequence[float]) -> list[int]:
+    """Return the voxels along each axis after `resample_volume`, of spacings in mm."""
+    # 1e-6: 3.0 / 0.1 voxels are 30, not 29
+    return [
+        int(side * before / after + 1e-6)
+        for side, before, after in zip(shape, old, new, strict=True)
+    ]
 
 
 def _interpolate_depth(slab_DHW: np.ndarray, depth: int) -> np.ndarray:

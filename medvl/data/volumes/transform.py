@@ -24,6 +24,13 @@ Shape = tuple[int, int, int]
 _IMAGES = (".png", ".jpg", ".jpeg", ".dcm", ".dicom")
 
 
+class Extent(NamedTuple):
+    """Part of an axis that a model sees, in voxels of a volume; it may go beyond its ends."""
+
+    start: float
+    length: float
+
+
 class Cut(NamedTuple):
     """Where the voxels of a cut come from, and where they lie in it, along (z, y, x)."""
 
@@ -117,18 +124,12 @@ class VolumeTransform:
 
         `frame`, which transforms of images have, is not used. Raises as a call does.
         """
-        from medvl.data.volumes.reading import prepared, read_organ_volume, read_volume
+        from medvl.data.volumes.reading import prepared, read_organ_volume
 
+        if not self.organs and isinstance(volume, str | os.PathLike | Volume):
+            return prepared(self.original(volume), self.stored).hu_DHW
         if isinstance(volume, str | os.PathLike):
-            path = Path(volume)
-            if path.suffix.lower() in _IMAGES and path.is_file():
-                raise VolumeError(
-                    f"expected a NIfTI file or the folder of a DICOM series, got {path}; the model "
-                    "reads volumes",
-                    "unsupported",
-                )
-            if not self.organs:
-                return read_volume(path, VolumeFile(), self.stored, ANYWHERE).hu_DHW
+            path = _volume_path(volume)
             if self.organ_masks is None:
                 raise VolumeError(
                     f"{path}: the model needs masks of organs; name their folder (--organ-masks), "
@@ -138,8 +139,6 @@ class VolumeTransform:
                 )
             return read_organ_volume(path, self.organ_masks, self.organ_labels, self.stored)
         axes = 4 if self.organs else 3
-        if isinstance(volume, Volume) and not self.organs:
-            return prepared(volume, self.stored).hu_DHW
         values = np.asarray(volume)
         if values.ndim != axes or values.dtype != np.int16 or (self.organs and len(values) != 2):
             shape = "and organs (2, D, H, W)" if self.organs else "(D, H, W)"
@@ -148,6 +147,46 @@ class VolumeTransform:
                 "unsupported",
             )
         return values
+
+    def original(self, volume: "str | os.PathLike[str] | Volume") -> Volume:
+        """Return a volume before it gets the spacing and size of the shards: a NIfTI file, or the
+        folder of a DICOM series. Raises as a call does.
+        """
+        from medvl.data.volumes.reading import read_volume
+
+        if isinstance(volume, Volume):
+            return volume
+        as_is = dataclasses.replace(self.stored, spacing=None, size=None)
+        return read_volume(_volume_path(volume), VolumeFile(), as_is, ANYWHERE)
+
+    def extents(
+        self, shape: Sequence[int], spacing: Sequence[float] | None = None
+    ) -> tuple[Extent, Extent, Extent]:
+        """Return the part of a volume that the model sees, along (z, y, x), in its voxels.
+
+        Args:
+            shape: of the volume.
+            spacing: of an original volume in mm; None for one as its shards would store it.
+        """
+        from medvl.data.volumes.resampling import resampled_sides
+
+        sides = list(shape)
+        sizes = [self.size]
+        if spacing is not None:
+            if self.stored.spacing is not None:
+                sides = resampled_sides(shape, spacing, self.stored.spacing)
+            if self.stored.size is not None:
+                sizes = [self.stored.size, self.size]
+        extents = []
+        for axis, (before, side) in enumerate(zip(shape, sides, strict=True)):
+            scale = before / side
+            start = 0
+            for size in sizes:  # cropped or padded around the centre, as `cut` does
+                count = min(side, size[axis])
+                start += (side - count) // 2 - (size[axis] - count) // 2
+                side = size[axis]
+            extents.append(Extent(start * scale, side * scale))
+        return extents[0], extents[1], extents[2]
 
     def cut(
         self,
@@ -209,3 +248,15 @@ def stored_shape(extra: Mapping[str, object]) -> Shape:
     ):
         raise ValueError("a volume without shape")
     return sides[0], sides[1], sides[2]
+
+
+def _volume_path(volume: "str | os.PathLike[str]") -> Path:
+    """Return the path of a volume; raises VolumeError for the file of an image."""
+    path = Path(volume)
+    if path.suffix.lower() in _IMAGES and path.is_file():
+        raise VolumeError(
+            f"expected a NIfTI file or the folder of a DICOM series, got {path}; the model reads "
+            "volumes",
+            "unsupported",
+        )
+    return path

@@ -1,0 +1,217 @@
+"""Heat maps of a text through the slices of a volume: values, pictures and NIfTI files."""
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from medvl.common.files import write_atomic
+from medvl.data.volumes.resampling import apply_window
+from medvl.data.volumes.transform import VolumeTransform
+from medvl.data.volumes.volume import Volume
+from medvl.errors import EvaluationError, VolumeError
+from medvl.eval.grounding.heatmaps import HasRegions, best_cosine
+from medvl.models import DualEncoder
+from medvl.models.base import System, evaluating
+from medvl.models.heatmaps import on_volume
+
+_PLANES = ("axial", "coronal", "sagittal")
+_PLANE_SIDE = 320
+_STRIP = 18
+_OPACITY = 0.7
+_UNSEEN = 0.35
+"""Brightness of voxels that the model did not get."""
+
+
+def reads_volumes(model: System) -> bool:
+    """Return whether a model takes volumes in place of images."""
+    transform: Any = model.transform
+    return isinstance(transform, VolumeTransform)
+
+
+def has_patch_maps(model: System) -> bool:
+    """Return whether the patches of a model of volumes are in the space of texts."""
+    if not isinstance(model, DualEncoder) or not reads_volumes(model):
+        return False
+    head = model.image_head
+    is_shared = (
+        isinstance(head, nn.Linear)
+        and head.in_features == model.image_encoder.patch_dim == model.image_encoder.feature_dim
+    )
+    return isinstance(model, HasRegions) or is_shared
+
+
+def patch_map(model: System, image_1CDHW: Tensor, text: str) -> Tensor:
+    """Return (d, h, w) float32: the cosine of a text with each patch of one volume.
+
+    Patches are the vectors that the system compares with texts, else the encoder's patches behind
+    the head of its pooled vector. Larger is warmer; values of two volumes or models cannot be
+    compared.
+
+    Args:
+        model: a dual-encoder of volumes, in eval mode.
+        image_1CDHW: output of the model's `transform`, on its device.
+        text: a phrase.
+
+    Raises EvaluationError ("unsupported") for a model without such patches.
+    """
+    if not isinstance(model, DualEncoder) or not has_patch_maps(model):
+        raise EvaluationError(
+            f"{model.name} has no patches in the space of texts; use hlip, ct_clip or colipri",
+            "unsupported",
+            field="model",
+        )
+    regions: Any = model
+    if isinstance(model, HasRegions):
+        patches_BPE = regions.embed_regions(image_1CDHW)
+    else:
+        patches_BPE = model.image_head(model.image_encoder(image_1CDHW).patches_BPD)
+    similarity_BP = best_cosine(patches_BPE, model.embed_texts([text]))
+    map_dhw: Tensor = similarity_BP.unflatten(1, regions.image_encoder.grid)[0]
+    return map_dhw.float()
+
+
+def volume_heatmap(model: System, volume: Any, text: str) -> NDArray[np.float32]:
+    """Return the heat map of a text in a volume: (D, H, W) float32 over its voxels, in canonical
+    orientation (z to the head, y to the back, x to the left), NaN outside of the model's cut.
+
+    Args:
+        model: a dual-encoder of volumes.
+        volume: a NIfTI file, the folder of a DICOM series, a `Volume`, or an int16 array (D, H, W)
+            of the shards' spacing.
+        text: a phrase.
+
+    Raises as `patch_map` and as the model's transform.
+    """
+    transform: Any = model.transform
+    source = volume if isinstance(volume, np.ndarray) else transform.original(volume)
+    spacing = source.spacing if isinstance(source, Volume) else None
+    shape = source.hu_DHW.shape if isinstance(source, Volume) else source.shape
+    with torch.no_grad(), evaluating(model):
+        image_1CDHW = transform(source).to(model.device)
+        map_dhw = patch_map(model, image_1CDHW, text)
+        map_DHW = on_volume(map_dhw[None], transform.extents(shape, spacing), shape)[0]
+    values: NDArray[np.float32] = map_DHW.cpu().numpy()
+    return values
+
+
+def peak_of(map_DHW: NDArray[np.float32]) -> tuple[int, int, int]:
+    """Return the voxel (z, y, x) of the highest value. Raises EvaluationError ("empty") where all
+    are NaN.
+    """
+    if not np.isfinite(map_DHW).any():
+        raise EvaluationError("the model's cut shows nothing of the volume", "empty")
+    z, y, x = np.unravel_index(int(np.nanargmax(map_DHW)), map_DHW.shape)
+    return int(z), int(y), int(x)
+
+
+def draw_volume_map(
+    volume: Volume, map_DHW: NDArray[np.float32], window: tuple[float, float]
+) -> NDArray[np.uint8]:
+    """Return a picture (H, W, 3): the axial, coronal and sagittal slice through the highest value,
+    above without and below with the map.
+
+    Colour begins at the mean of the map. Slices are drawn as radiologists see them: the patient's
+    left on the right, the head up.
+
+    Args:
+        volume: values and spacing.
+        map_DHW: `volume_heatmap` over the same voxels.
+        window: values that are black and white.
+    """
+    import matplotlib
+
+    peak = peak_of(map_DHW)
+    mean = float(np.nanmean(map_DHW))
+    high = float(np.nanmax(map_DHW))
+    columns = []
+    for axis, name in enumerate(_PLANES):
+        grey_HW = apply_window(_plane(volume.hu_DHW, axis, peak[axis]), *window)
+        map_HW = _plane(map_DHW, axis, peak[axis])
+        seen_HW = np.isfinite(map_HW)
+        heat_HW = np.clip((np.where(seen_HW, map_HW, mean) - mean) / max(high - mean, 1e-12), 0, 1)
+        sides = [step for place, step in enumerate(volume.spacing) if place != axis]
+        size = _picture_size(grey_HW.shape, sides)
+        grey, heat, seen = (
+            cv2.resize(each.astype(np.float32), size, interpolation=cv2.INTER_LINEAR)
+            for each in (grey_HW, heat_HW, seen_HW)
+        )
+        plain_HWC = np.repeat(grey[:, :, None], 3, axis=2)
+        shade = (_OPACITY * heat**0.6)[:, :, None]
+        colour_HWC = matplotlib.colormaps["YlOrRd"](0.2 + 0.65 * heat)[:, :, :3]
+        drawn_HWC = (1 - shade) * plain_HWC + shade * colour_HWC
+        drawn_HWC *= (_UNSEEN + (1 - _UNSEEN) * seen)[:, :, None]
+        title = f"{name} {peak[axis] + 1}/{volume.hu_DHW.shape[axis]}"
+        columns.append(_column(title, (plain_HWC, drawn_HWC)))
+    height = max(len(column) for column in columns)
+    padded = [np.pad(each, ((0, height - len(each)), (0, 4), (0, 0))) for each in columns]
+    picture: NDArray[np.uint8] = np.concatenate(padded, axis=1)
+    return picture
+
+
+def _plane(values_DHW: NDArray[Any], axis: int, place: int) -> NDArray[Any]:
+    """Return one slice; coronal and sagittal ones with the head up."""
+    plane_HW = values_DHW.take(place, axis)
+    return plane_HW if axis == 0 else plane_HW[::-1]
+
+
+def _picture_size(shape: tuple[int, ...], sides: list[float]) -> tuple[int, int]:
+    """Return (width, height) in pixels of a plane with square pixels."""
+    height, width = (count * step for count, step in zip(shape, sides, strict=True))
+    scale = _PLANE_SIDE / max(height, width)
+    return max(1, round(width * scale)), max(1, round(height * scale))
+
+
+def _column(title: str, pictures: tuple[NDArray[Any], ...]) -> NDArray[np.uint8]:
+    width = pictures[0].shape[1]
+    strip = np.zeros((_STRIP, width, 3), np.uint8)
+    cv2.putText(
+        strip, title, (2, 13), cv2.FONT_HERSHEY_SIMPLEX, 0.4, (255, 255, 255), 1, cv2.LINE_AA
+    )
+    shown = [np.rint(255 * np.clip(each, 0, 1)).astype(np.uint8) for each in pictures]
+    return np.concatenate([strip, *shown])
+
+
+def write_map(
+    path: Path, map_DHW: NDArray[np.float32], volume: Volume, source: Path | None = None
+) -> None:
+    """Write a map as a NIfTI file, float32, NaN outside of the model's cut.
+
+    Args:
+        path: ends in .nii.gz.
+        map_DHW: `volume_heatmap` over the voxels of `volume`.
+        volume: the original volume.
+        source: its NIfTI file, whose voxels and affine the map then has; None (a DICOM series):
+            axes along the patient's, the centre of the volume at 0, as volumes have no origin.
+
+    Raises VolumeError ("malformed") where the header of `source` cannot be read again.
+    """
+    import nibabel
+    from nibabel.orientations import (
+        apply_orientation,
+        axcodes2ornt,
+        io_orientation,
+        ornt_transform,
+    )
+
+    map_XYZ = map_DHW.transpose(2, 1, 0)
+    if source is None:
+        x, y, z = volume.spacing[::-1]
+        affine = np.diag([-x, -y, z, 1.0])
+        affine[:3, 3] = -(affine[:3, :3] @ (np.array(map_XYZ.shape) - 1) / 2)
+    else:
+        try:
+            loaded: Any = nibabel.load(source)
+            affine = np.asarray(loaded.affine, np.float64)
+        except (nibabel.filebasedimages.ImageFileError, OSError, ValueError) as error:
+            raise VolumeError(f"{source}: the header cannot be read", "malformed") from error
+        turn = ornt_transform(axcodes2ornt(("L", "P", "S")), io_orientation(affine))
+        map_XYZ = apply_orientation(map_XYZ, turn)
+    image = nibabel.Nifti1Image(np.ascontiguousarray(map_XYZ, np.float32), affine)
+    image.header.set_xyzt_units("mm")
+    write_atomic(path, gzip.compress(image.to_bytes(), 3, mtime=0))
