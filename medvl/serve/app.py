@@ -9,10 +9,12 @@ loads the models, embeds the gallery and listens.
     POST /api/report      a generated report
     POST /api/neighbors   the most similar images of the gallery
 
-Every POST is a form with the file `image`, see `medvl.serve.requests`; the file is not kept after
-the response. Errors are `{"error": {"code", "message"}}`.
+Every POST is a form with the file `image`, see `medvl.serve.requests`; for models of volumes it has
+all files of a series. No file is kept after the response. Errors are `{"error": {"code",
+"message"}}`.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -28,7 +30,7 @@ import torch
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from medvl.errors import ConfigError, DicomError, ImageError, MedvlError
+from medvl.errors import ConfigError, DicomError, ImageError, MedvlError, VolumeError
 from medvl.eval.zero_shot_classification.prompts import load_prompts
 from medvl.inference.models import Expected
 from medvl.phantom.example import draw_example
@@ -38,6 +40,7 @@ from medvl.serve.engine import Engine, Pending
 from medvl.serve.guard import Guard, Refused, address_of
 from medvl.serve.models import Encoded, Gallery, ServedModel, each_model
 from medvl.serve.requests import ImageRequest, read_request
+from medvl.serve.volumes import MOST_FILES, decode_volume, view_volume
 
 _log = logging.getLogger("medvl.serve")
 _STATIC = {
@@ -45,6 +48,7 @@ _STATIC = {
     "style.css": "text/css; charset=utf-8",
     "app.js": "text/javascript; charset=utf-8",
     "viewer.js": "text/javascript; charset=utf-8",
+    "volume.js": "text/javascript; charset=utf-8",
 }
 Answer = Callable[[ImageRequest], Awaitable[Any]]
 
@@ -99,6 +103,8 @@ class _Served:
             for served in models
         }
         self._described = [served.describe() for served in models]
+        self._of_volumes = models[0].reads == "volume"
+        self._one_volume = asyncio.Semaphore(1)
         is_demo = any(served.is_demo for served in models)
         self.example = draw_example(".png")[0] if is_demo else None
         self._expected = {served.title: Expected.by(served.model) for served in models}
@@ -113,6 +119,7 @@ class _Served:
         return JSONResponse(
             {
                 "models": self._described,
+                "reads": self._models[0].reads,
                 "findings": list(prompts.classes),
                 "prompts": prompts.name,
                 "example": self.example is not None,
@@ -128,9 +135,10 @@ class _Served:
             address = address_of(request.client)
             try:
                 with self._engine.upload(address) as count:
-                    fields = await read_request(request, self._config, count)
+                    most = MOST_FILES if self._of_volumes else 1
+                    fields = await read_request(request, self._config, count, most)
                     with self._engine.place(address):
-                        return JSONResponse(await answer(fields))
+                        return JSONResponse(await self._in_turn(answer, fields))
             except Refused as refused:
                 return refused.response()
             except MedvlError as error:
@@ -140,8 +148,25 @@ class _Served:
 
         return respond
 
+    async def _in_turn(self, answer: Answer, fields: ImageRequest) -> Any:
+        """Return the answer; of volumes, one at a time, because each takes much memory."""
+        if not self._of_volumes:
+            return await answer(fields)
+        async with self._one_volume:
+            return await answer(fields)
+
+    def _decode(self, request: ImageRequest) -> requests.Decoded:
+        """Return the image or the volume of a request."""
+        if not self._of_volumes:
+            return requests.decode(request)
+        return requests.Decoded(pixels=decode_volume(request, self._config), header=None)
+
     async def view(self, request: ImageRequest) -> Any:
         """Return the image for display."""
+        if self._of_volumes:
+            encoder: Any = self._models[0].model
+            window = encoder.image_encoder.window
+            return await self._engine.decode(lambda: view_volume(request, self._config, window))
         return await self._engine.decode(lambda: requests.view(request, self._expected))
 
     async def scores(self, request: ImageRequest) -> Any:
@@ -177,7 +202,7 @@ class _Served:
 
     async def _run(self, request: ImageRequest, function: Callable[[ServedModel, Any], Any]) -> Any:
         """Return the result of each model for an image."""
-        decoded = await self._engine.decode(lambda: requests.decode(request))
+        decoded = await self._engine.decode(lambda: self._decode(request))
 
         async def run(served: ServedModel) -> Any:
             return await self._engine.infer(lambda: function(served, decoded.pixels))
@@ -193,7 +218,7 @@ class _Served:
         """Return the result of each model for an image, which is encoded together with those of
         other requests.
         """
-        decoded = await self._engine.decode(lambda: requests.decode(request))
+        decoded = await self._engine.decode(lambda: self._decode(request))
 
         async def run(served: ServedModel) -> Any:
             image_1CHW = await self._engine.decode(lambda: served.prepare(decoded.pixels))
@@ -227,7 +252,7 @@ def _only(request: ImageRequest) -> str:
 
 def _bad_input(error: MedvlError) -> JSONResponse:
     status = {"too_large": 413, "unknown_format": 415}.get(error.code, 422)
-    kind = "image" if isinstance(error, DicomError | ImageError) else "input"
+    kind = "image" if isinstance(error, DicomError | ImageError | VolumeError) else "input"
     return JSONResponse({"error": {"code": error.code or kind, "message": str(error)}}, status)
 
 
@@ -271,7 +296,7 @@ def serve(
     checkpoints: Sequence[str | Path],
     *,
     config: ServeConfig | None = None,
-    prompts: str = "chexpert_ensemble",
+    prompts: str = "",
     calibrations: Sequence[Path] = (),
     gallery: Path | None = None,
     gallery_images: int = 5000,
@@ -283,7 +308,8 @@ def serve(
     Args:
         checkpoints: what `medvl.load` takes: folders of checkpoints or of runs, names on the hub.
         config: address, access and limits.
-        prompts: prompt set of the findings, by name or path.
+        prompts: prompt set of the findings, by name or path; "" for chexpert_ensemble, and for
+            ct_clip with models of volumes.
         calibrations: files of calibrations in the order of the checkpoints; those beside the
             checkpoints by default.
         gallery: folder of shards for nearest neighbours, at most `gallery_images` of them.
@@ -342,12 +368,18 @@ def open_models(
             f"{len(checkpoints)}"
         )
         raise ConfigError(message, "mismatch", field="calibration")
-    prompt_set = load_prompts(prompts)
+    prompt_set = load_prompts(prompts) if prompts else None
     given: list[Path | None] = [*calibrations] if calibrations else [None] * len(checkpoints)
     models = [
         ServedModel.open(run, prompt_set, device, path)
         for run, path in zip(checkpoints, given, strict=True)
     ]
+    if len({served.reads for served in models}) > 1:
+        raise ConfigError(
+            "expected two models of images or two of volumes, got one of each; serve them apart",
+            "conflict",
+            field="checkpoint",
+        )
     if len({served.title for served in models}) < len(models):
         for number, served in enumerate(models, 1):
             served.title = f"{served.title} ({number})"

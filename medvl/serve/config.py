@@ -25,7 +25,9 @@ class ServeConfig:
     variable MEDVL_SERVE_TOKEN, else none on this machine and a random one elsewhere.
     """
     max_megabytes: int = 40
-    """Largest upload; a radiograph has 5 to 30 MB."""
+    """Largest upload; a radiograph has 5 to 30 MB, a CT 50 to 300."""
+    max_voxels: int = 1 << 28
+    """Largest volume: 512 MB at 16 bits. Volumes are read one at a time."""
     requests_per_minute: int = 120
     """Requests of one address in a minute."""
     waiting: int = 32
@@ -61,6 +63,7 @@ class ServeConfig:
         check_within(self, "[0, 1]", "batch_wait")
         positive = (
             "max_megabytes",
+            "max_voxels",
             "requests_per_minute",
             "waiting",
             "batch",

@@ -29,14 +29,21 @@ from medvl.eval.zero_shot_classification.calibration import (
     calibration_for,
     describe_calibration,
 )
-from medvl.eval.zero_shot_classification.prompts import COMPETING, ClassPrompts, PromptSet
+from medvl.eval.zero_shot_classification.prompts import (
+    COMPETING,
+    ClassPrompts,
+    PromptSet,
+    load_prompts,
+)
 from medvl.inference.answers import CAN_ANSWER, CAN_WRITE, Scorer, encode_images, heatmap
 from medvl.inference.models import make_batch, open_model, refuse
+from medvl.inference.volumes import has_patch_maps, reads_volumes
 from medvl.models import VQA, DualEncoder
 from medvl.models.base import System, evaluating
 from medvl.models.checkpoint_folder import find_checkpoint, kind_of
 from medvl.models.text_decoding import Decoding
 from medvl.schema import Embeddings
+from medvl.serve.volumes import volume_map
 
 Encoded = Embeddings | torch.Tensor
 """One encoded image: embeddings of one row, or (1, L) probabilities of a classifier."""
@@ -59,6 +66,7 @@ class ServedModel:
         uncalibrated: reason for a missing calibration.
 
     Attributes:
+        reads: "image" or "volume".
         is_demo: whether the model is the checkpoint `demo` of the package.
         abilities: whether the model supports scores, heatmap, answer, report and neighbors.
     """
@@ -78,31 +86,37 @@ class ServedModel:
         self._uncalibrated = uncalibrated
         self.is_demo = False
         self._scorer: Scorer | None = None
+        self.reads = "volume" if reads_volumes(model) else "image"
+        of_images = self.reads == "image"
         self.abilities = {
             "scores": self._can(self._prepare_scorer),
-            "heatmap": self._can(lambda: self.heatmap(_BLACK, "opacity")),
+            "heatmap": self._can(lambda: self.heatmap(_BLACK, "opacity"))
+            if of_images
+            else has_patch_maps(model),
             "answer": isinstance(model, VQA)
             and model.tokenizer is not None
             and not model.config.earlier_image,
             "report": self._can(lambda: self.report(_BLACK, max_tokens=2)),
-            "neighbors": isinstance(model, DualEncoder),
+            "neighbors": isinstance(model, DualEncoder) and of_images,
         }
 
     @classmethod
     def open(
         cls,
         source: str | Path,
-        prompts: PromptSet,
+        prompts: PromptSet | None,
         device: str = "auto",
         calibration: Path | None = None,
     ) -> "ServedModel":
         """Load what `medvl.load` takes, with its calibration: the given file, else that beside the
-        checkpoint.
+        checkpoint. Without prompts, those of CT-CLIP for volumes and of CheXpert for images.
 
         Raises CheckpointError, ConfigError for a model of precomputed regions, EvaluationError for
         a damaged calibration.
         """
         model = open_model(source).to(resolve_device(device))
+        if prompts is None:
+            prompts = load_prompts("ct_clip" if reads_volumes(model) else "chexpert_ensemble")
         checkpoint = find_checkpoint(source)
         folder = Path(source)
         kind = kind_of(source)
@@ -130,9 +144,9 @@ class ServedModel:
             "calibration": state,
         }
 
-    def prepare(self, pixels: np.ndarray) -> torch.Tensor:
-        """Return (1, C, H, W) uint8 on the CPU: an image as the model takes it. Any thread may
-        call this.
+    def prepare(self, pixels: Any) -> torch.Tensor:
+        """Return (1, C, H, W) uint8 on the CPU, of a volume (1, 1, D, H, W) int16: an image as the
+        model takes it. Any thread may call this.
         """
         image_1CHW: torch.Tensor = self.model.transform(pixels)
         return image_1CHW
@@ -193,12 +207,15 @@ class ServedModel:
             for name in names
         ]
 
-    def heatmap(self, pixels: np.ndarray, text: str) -> dict[str, Any]:
+    def heatmap(self, pixels: Any, text: str) -> dict[str, Any]:
         """Return the map of a text over the image: uint8 in base64, 0 outside of the model's crop,
         1 low to 255 high.
 
-        Color begins at the mean of the map, as on the pages of `medvl eval grounding`.
+        Color begins at the mean of the map, as on the pages of `medvl eval grounding`. Of a
+        volume, see `medvl.serve.volumes.volume_map`.
         """
+        if self.reads == "volume":
+            return volume_map(self.model, pixels, text)
         full_HW = heatmap(self.model, pixels, text)
         height, width = (
             max(1, round(side * min(1.0, _MAP_SIDE / max(full_HW.shape)))) for side in full_HW.shape

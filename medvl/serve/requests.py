@@ -36,8 +36,8 @@ class _InMemoryParser(MultiPartParser):
 class ImageRequest:
     """Fields of a request about an image."""
 
-    data: bytes
-    """Content of the file."""
+    files: tuple[bytes, ...]
+    """Content of the file; of a volume, of the files of its series."""
     frame: int
     """Frame of a multi-frame DICOM file."""
     window: tuple[float, float] | None
@@ -45,14 +45,20 @@ class ImageRequest:
     texts: tuple[str, ...]
     """Findings, a phrase, or a question."""
 
+    @property
+    def data(self) -> bytes:
+        """Content of the first file."""
+        return self.files[0]
+
 
 async def read_request(
-    request: Request, config: ServeConfig, count: Callable[[int], None]
+    request: Request, config: ServeConfig, count: Callable[[int], None], most_files: int = 1
 ) -> ImageRequest:
     """Read a form with the file `image` and the fields frame, center, width and any number of
     `text`.
 
-    `count` is called with the number of bytes that have arrived.
+    `count` is called with the number of bytes that have arrived. `most_files` are the files that
+    `image` may have.
 
     Raises `Refused`: 413 over the limit, 408 when it takes too long or stops, 415 for another type,
     400 for a damaged form; and what `count` raises.
@@ -66,7 +72,7 @@ async def read_request(
     parser = _InMemoryParser(
         request.headers,
         _bounded(request, config, count),
-        max_files=1,
+        max_files=most_files,
         max_fields=MAX_TEXTS + 4,
         max_part_size=8192,
     )
@@ -112,10 +118,10 @@ def _too_large(config: ServeConfig) -> Refused:
 
 
 async def _fields(form: FormData) -> ImageRequest:
-    image = form.get("image")
-    if not isinstance(image, UploadFile):
+    images = [image for image in form.getlist("image") if isinstance(image, UploadFile)]
+    if not images:
         raise Refused(400, "missing", "expected a file in the field `image`")
-    data = await image.read()
+    files = tuple([await image.read() for image in images])
     texts = [
         text.strip() for text in form.getlist("text") if isinstance(text, str) and text.strip()
     ]
@@ -130,7 +136,7 @@ async def _fields(form: FormData) -> ImageRequest:
         raise Refused(400, "out_of_range", "expected a frame of 0 or more")
     window = None if center is None or width is None else (center, width)
     return ImageRequest(
-        data=data, frame=int(frame), window=window, texts=tuple(dict.fromkeys(texts))
+        files=files, frame=int(frame), window=window, texts=tuple(dict.fromkeys(texts))
     )
 
 
@@ -165,8 +171,8 @@ _SHOWN = (
 class Decoded:
     """An image, rendered with the window of its file or of the request."""
 
-    pixels: np.ndarray
-    """uint8 (H, W), or (H, W, 3) for a colour photograph."""
+    pixels: Any
+    """uint8 (H, W), or (H, W, 3) for a colour photograph; a `Volume` for models of volumes."""
     header: DicomHeader | None
     """Allow-listed fields of a DICOM file."""
 

@@ -12,12 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import uvicorn
+from helpers.contrastive_systems import hlip
 from helpers.label_shards import make_shards
 from helpers.served import dicom, png, served, tiny_convirt, tiny_vqa
+from helpers.volume_files import write_series
 
-from medvl.serve import Gallery, ServeConfig, create_app
+from medvl.data import train_wordpiece
+from medvl.eval.zero_shot_classification.prompts import load_prompts
+from medvl.serve import Gallery, ServeConfig, ServedModel, create_app
 from medvl.serve.app import listen
 
 playwright_api = pytest.importorskip("playwright.sync_api")
@@ -228,3 +233,35 @@ def test_token_comes_from_the_address_or_is_asked_for(
     choose(page, tmp_path, bytes(1_200_000))
     page.wait_for_selector("#alert:not([hidden])")
     assert "over the limit of 1 MB" in page.text_content("#alert")
+
+
+def test_slices_windows_and_maps_of_a_volume(page: Any, tmp_path: Path) -> None:
+    """The wheel and the slider scroll, presets set the window, a map leads to its slice."""
+    prompts = load_prompts("ct_clip")
+    tokenizer = train_wordpiece(prompts.texts(), vocab_size=200)
+    model = hlip(tokenizer=tokenizer, vocab_size=None).eval()
+    hu = np.repeat(np.arange(-300, 300, 50, dtype=np.int16), 14 * 12).reshape(12, 14, 12)
+    files = write_series(tmp_path / "series", hu)
+    app = create_app([ServedModel("tiny", model, prompts)], None, ServeConfig())
+    for address in serving(app):
+        page.goto(address)
+        page.wait_for_selector("#models li")
+        page.set_input_files("#file", files)
+        page.wait_for_selector("#scores tbody tr")
+        assert "12 slices of 12 × 14 pixels" in page.text_content("#facts")
+        assert page.text_content("#frame-value") == "7 of 12"
+        page.click("#presets button >> text=Mediastinum")
+        assert shades(page)[4] == pytest.approx(255 * (0.5 - 50 / 350), abs=1)  # of 0 HU
+        page.hover("#panels canvas")
+        page.mouse.wheel(0, 80)
+        page.wait_for_function("() => document.getElementById('frame').value === '9'")
+        assert shades(page)[4] == pytest.approx(255 * (0.5 + 50 / 350), abs=1)  # of 100 HU
+        page.focus("#frame")
+        page.keyboard.press("ArrowLeft")
+        assert page.text_content("#frame-value") == "8 of 12"
+        plain = shades(page)
+        page.click("#scores tbody tr:first-child button")
+        page.wait_for_selector("#opacity:enabled")
+        caption = page.text_content("#panels figcaption")
+        assert f"highest in slice {page.text_content('#frame-value')}" in caption
+        assert shades(page) != plain

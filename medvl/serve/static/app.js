@@ -1,6 +1,7 @@
 // The page: sends the chosen file with every question, and shows what the models answer.
 
 import { Viewer } from "./viewer.js";
+import { PRESETS, VolumeViewer } from "./volume.js";
 
 const find = (id) => document.getElementById(id);
 const percent = (share) => `${(100 * share).toFixed(share < 0.0995 && share > 0 ? 1 : 0)} %`;
@@ -8,8 +9,8 @@ const RETRIES = 4;
 
 let served = null;
 let viewer = null;
-let file = null;
-let version = 0; // of file, frame and window: answers about an earlier one are dropped
+let files = []; // one image, or all files of a volume
+let version = 0; // of files, frame and window: answers about an earlier one are dropped
 let token = new URLSearchParams(location.hash.slice(1)).get("token") || sessionStorage.getItem("token") || "";
 if (location.hash) history.replaceState(null, "", location.pathname); // the token is not left in the address
 
@@ -64,13 +65,15 @@ function askToken() {
   }, { once: true }));
 }
 
+const ofVolumes = () => served.reads === "volume";
+
 const windowed = () => find("windowed").checked && viewer.window
   ? { center: Number(find("center").value), width: Number(find("width").value) } : null;
 
 function request(texts = []) {
   const form = new FormData();
-  form.set("image", file, "image"); // the name of the file stays here
-  form.set("frame", String(Number(find("frame").value) - 1));
+  for (const file of files) form.append("image", file, "image"); // the names of files stay here
+  if (!ofVolumes()) form.set("frame", String(Number(find("frame").value) - 1));
   const window = windowed();
   if (window) {
     form.set("center", String(window.center));
@@ -82,7 +85,7 @@ function request(texts = []) {
 
 // Ask the server about the image of now; undefined when the image has changed meanwhile, or on an error.
 async function ask(path, texts, doing) {
-  if (!file) {
+  if (!files.length) {
     complain("Choose an image first.");
     find("file").focus();
     return undefined;
@@ -111,12 +114,13 @@ async function ask(path, texts, doing) {
 }
 
 async function open(chosen) {
-  if (!chosen) return;
-  if (chosen.size > served.max_bytes) {
-    complain(`The file has ${(chosen.size / 1e6).toFixed(1)} MB, over the limit of ${served.max_bytes / 1e6} MB.`);
+  if (!chosen.length) return;
+  const size = [...chosen].reduce((sum, file) => sum + file.size, 0);
+  if (size > served.max_bytes) {
+    complain(`The ${chosen.length > 1 ? "files have" : "file has"} ${(size / 1e6).toFixed(1)} MB, over the limit of ${served.max_bytes / 1e6} MB.`);
     return;
   }
-  file = chosen;
+  files = ofVolumes() ? [...chosen] : [chosen[0]];
   find("frame").value = "1";
   find("windowed").checked = false;
   if (await load()) await score();
@@ -126,7 +130,7 @@ async function open(chosen) {
 async function openExample() {
   const headers = token ? { authorization: `Bearer ${token}` } : {};
   const response = await fetch("/api/example", { headers }).catch(() => undefined);
-  if (response?.ok) await open(new File([await response.blob()], "example.png"));
+  if (response?.ok) await open([new File([await response.blob()], "example.png")]);
   else complain("The server does not answer. Is it still running?");
 }
 
@@ -141,7 +145,7 @@ async function load() {
   }
   find("viewer").hidden = false;
   find("drop").classList.add("small");
-  document.querySelector("#drop .big").textContent = "Another image:";
+  document.querySelector("#drop .big").textContent = ofVolumes() ? "Another volume:" : "Another image:";
   viewer.show(view);
   showFacts(view);
   setSliders(view.window);
@@ -149,7 +153,26 @@ async function load() {
   return true;
 }
 
+function showVolumeFacts(view) {
+  const dropped = Object.entries(view.dropped).map(([kind, count]) => `${count} ${kind} left out`);
+  const size = `${view.slices} slices of ${view.columns} × ${view.rows} pixels`;
+  const spacing = `${view.spacing.map((step) => Number(step.toFixed(2))).join(" × ")} mm`;
+  find("facts").textContent = [view.format, view.header.modality, size, spacing, ...dropped].filter(Boolean).join(" · ");
+  find("frame-row").hidden = view.depth < 2;
+  find("frame").max = String(view.depth);
+  showSlice();
+}
+
+function showSlice() {
+  find("frame").value = String(viewer.slice + 1);
+  find("frame-value").textContent = `${viewer.place} of ${viewer.view.slices}`;
+}
+
 function showFacts(view) {
+  if (ofVolumes()) {
+    showVolumeFacts(view);
+    return;
+  }
   const names = ["modality", "view_position", "body_part", "laterality", "photometric_interpretation"];
   const fields = names.map((name) => view.header[name]).filter(Boolean);
   find("facts").textContent = [view.format, ...fields, `${view.columns} × ${view.rows} pixels`].join(" · ");
@@ -164,7 +187,8 @@ function showFacts(view) {
 function setSliders(window) {
   find("window").hidden = !window;
   if (!window) return;
-  const range = Math.max(window.high - window.low, window.width, 1e-6);
+  const range = ofVolumes() ? 2000 : Math.max(window.high - window.low, window.width, 1e-6);
+  if (ofVolumes()) window = { ...window, low: -1024, high: 1500 };
   Object.assign(find("center"), { min: Math.min(window.low, window.center - window.width / 2), max: Math.max(window.high, window.center + window.width / 2) });
   Object.assign(find("width"), { min: range / 256, max: 2 * range });
   for (const name of ["center", "width"]) {
@@ -234,7 +258,8 @@ const having = (ability, models) => models.filter((_, number) => served.models[n
 
 function scoreTable(models, rows, used) {
   const able = served.models.some((model) => model.abilities.heatmap);
-  const seen = used ? `the image in the window ${used.center.toFixed(0)} / ${used.width.toFixed(0)}` : "the image as its file renders it";
+  const whole = ofVolumes() ? "the whole volume" : "the image as its file renders it";
+  const seen = used ? `the image in the window ${used.center.toFixed(0)} / ${used.width.toFixed(0)}` : whole;
   const calibrated = rows.every(({ results }) => results.every((result) => !result || result.probability !== null));
   const head = models.map((model) => element("th", { scope: "col" }, served.models.length > 1 ? model.title : calibrated ? "Probability" : "Score"));
   const body = rows.map(({ text, results }) => {
@@ -276,6 +301,7 @@ async function showMap(text, button) {
     else if (served.models[number].abilities.heatmap) failed.push(element("p", { class: "warning" }, `${model.title}: ${model.error.message}`));
   });
   find("map-notes").replaceChildren(...failed);
+  if (ofVolumes()) showSlice();
   find("opacity").disabled = find("clear-map").disabled = !answer.models.some((model) => model.result);
   const mapped = answer.models.filter((model) => model.result);
   const places = mapped.map((model) => `${mapped.length > 1 ? `${model.title} ` : ""}highest in the ${model.result.place}`);
@@ -332,7 +358,7 @@ function card(item) {
 
 function connect() {
   const drop = find("drop");
-  find("file").addEventListener("change", (event) => open(event.target.files[0]));
+  find("file").addEventListener("change", (event) => open(event.target.files));
   for (const name of ["dragenter", "dragover"]) {
     document.addEventListener(name, (event) => {
       event.preventDefault();
@@ -345,7 +371,7 @@ function connect() {
   document.addEventListener("drop", (event) => {
     event.preventDefault();
     drop.classList.remove("over");
-    open(event.dataTransfer.files[0]);
+    open(event.dataTransfer.files);
   });
   for (const name of ["center", "width"]) find(name).addEventListener("input", moveWindow);
   find("reset").addEventListener("click", () => {
@@ -357,8 +383,8 @@ function connect() {
     }
   });
   find("windowed").addEventListener("change", outdate);
-  find("frame").addEventListener("input", () => { find("frame-value").textContent = `${find("frame").value} of ${find("frame").max}`; });
-  find("frame").addEventListener("change", async () => { if (await load()) await score(); });
+  if (ofVolumes()) connectSlices();
+  else connectFrames();
   find("opacity").addEventListener("input", () => {
     viewer.opacity = Number(find("opacity").value) / 100;
     find("opacity-value").textContent = `${find("opacity").value} %`;
@@ -375,6 +401,53 @@ function connect() {
       act();
     });
   }
+}
+
+function connectFrames() {
+  find("frame").addEventListener("input", () => { find("frame-value").textContent = `${find("frame").value} of ${find("frame").max}`; });
+  find("frame").addEventListener("change", async () => { if (await load()) await score(); });
+}
+
+function connectSlices() {
+  find("frame").addEventListener("input", () => {
+    viewer.setSlice(Number(find("frame").value) - 1);
+    showSlice();
+  });
+  let turned = 0; // of the wheel, so that a touchpad does not race through the slices
+  find("panels").addEventListener("wheel", (event) => {
+    event.preventDefault();
+    turned += event.deltaMode ? 40 * event.deltaY : event.deltaY;
+    const steps = Math.trunc(turned / 40);
+    if (!steps) return;
+    turned -= 40 * steps;
+    viewer.setSlice(viewer.slice + Math.sign(steps) * Math.min(4, Math.abs(steps)));
+    showSlice();
+  }, { passive: false });
+  find("presets").append(...PRESETS.map(([name, center, width]) => {
+    const button = element("button", { type: "button", title: `level ${center}, width ${width}` }, name);
+    button.addEventListener("click", () => {
+      find("center").value = String(center);
+      find("width").value = String(width);
+      moveWindow();
+    });
+    return button;
+  }));
+}
+
+// Words of the page for models of volumes.
+function speakOfVolumes() {
+  document.title = "medvl: one volume";
+  find("image-heading").textContent = "Volume";
+  document.querySelector("#drop .big").textContent = "Drop a CT here, or choose its files";
+  find("formats").textContent = "NIfTI, a zip of a DICOM series, or all files of the series";
+  find("kept").textContent = "The volume stays in memory until the answer is sent; nothing is stored.";
+  find("file").multiple = true;
+  find("file").removeAttribute("accept");
+  document.querySelector("label[for=frame]").textContent = "Slice";
+  document.querySelector("label[for=phrase]").textContent = "Map of a phrase through the slices";
+  find("reset").textContent = "The model's window";
+  find("windowed").parentElement.hidden = true;
+  find("presets").hidden = false;
 }
 
 async function start() {
@@ -401,11 +474,11 @@ async function start() {
   }
   find("neighbors-section").hidden = !(served.gallery && able("neighbors"));
   find("map-row").hidden = !able("heatmap");
-  viewer = new Viewer(find("panels"), served.models.map((model) => model.title));
+  if (ofVolumes()) speakOfVolumes();
+  viewer = new (ofVolumes() ? VolumeViewer : Viewer)(find("panels"), served.models.map((model) => model.title));
   connect();
   say("Ready.");
-  const [early] = find("file").files; // chosen before the models were known
-  if (early) await open(early);
+  await open(find("file").files); // chosen before the models were known
 }
 
 start();

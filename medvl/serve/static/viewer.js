@@ -2,7 +2,7 @@
 
 const STOPS = ["#fed976", "#feb24c", "#fd8d3c", "#fc4e2a", "#e31a1c", "#bd0026"].map((hex) =>
   [1, 3, 5].map((place) => parseInt(hex.slice(place, place + 2), 16)));
-const OUTSIDE = 0.35; // brightness of pixels that the model did not get
+export const OUTSIDE = 0.35; // brightness of pixels that the model did not get
 
 export function bytes(base64) {
   const text = atob(base64);
@@ -22,7 +22,7 @@ function windowTable(image, center, width) {
   return table;
 }
 
-function color(heat) {
+export function color(heat) {
   const place = heat * (STOPS.length - 1);
   const below = Math.min(STOPS.length - 2, Math.floor(place));
   return STOPS[below].map((channel, index) => channel + (place - below) * (STOPS[below + 1][index] - channel));
@@ -128,7 +128,7 @@ export class Viewer {
         context.globalAlpha = this.opacity;
         context.drawImage(outside, 0, 0, this.view.width, this.view.height);
         context.drawImage(heat, 0, 0, this.view.width, this.view.height);
-        if (this.opacity > 0) this.ring(context, ...panel.peak);
+        if (this.opacity > 0 && panel.peak) this.ring(context, ...panel.peak);
       }
       const title = document.createElement("b");
       title.textContent = this.panels.length > 1 ? `${panel.title} ` : "";
