@@ -121,7 +121,8 @@ class AlteredTextConfig(DualEncoderConfig):
     denial_weight: float = 0.0
     """The same for each text that names a finding, and the same text with its findings denied
     (`medvl.data.reports.denials`), which images that contradict the text prefer. Other texts of the
-    batch seldom differ by a "no" alone.
+    batch seldom differ by a "no" alone. Use it with texts of single sentences: with whole reports
+    it does not help.
     """
 
     def __post_init__(self) -> None:
