@@ -5,7 +5,7 @@ Shape letters are those of `medvl.schema`; d, h and w are the patches along the 
 that attend within themselves, K their tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from medvl.encoders.base import group_by_depth
-from medvl.encoders.pretrained import KeyMap, fitting_keys
 from medvl.encoders.volume.network import (
     Sides,
     VolumeNetwork,
@@ -108,13 +107,6 @@ class CTViT(VolumeNetwork):
             top=("axial_norm.",),
             stem=("patch_embed.", "position_bias."),
         )
-
-    def fit_weights(
-        self, tensors: Mapping[str, Tensor], source: str, *, rescale: bool
-    ) -> dict[str, Tensor]:
-        keys = KeyMap(layouts=((("", ""),),))
-        names = self.state_dict()
-        return fitting_keys(tensors, lambda found: keys.count_fitting(found, names))
 
     def forward(self, image_BNDHW: Tensor) -> Tensor:
         volume_BDHW = image_BNDHW[:, 0]

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from medvl.encoders.pretrained import KeyMap, fitting_keys
 from medvl.errors import ConfigError
 
 Sides = tuple[int, int, int]
@@ -38,7 +39,6 @@ class VolumeNetwork(nn.Module, abc.ABC):
     def parameter_layers(self) -> list[list[str]]:
         """Return the names of the parameters by depth, the stem first."""
 
-    @abc.abstractmethod
     def fit_weights(
         self, tensors: Mapping[str, Tensor], source: str, *, rescale: bool
     ) -> dict[str, Tensor]:
@@ -47,6 +47,9 @@ class VolumeNetwork(nn.Module, abc.ABC):
 
         Raises WeightsError naming `source` for a file of another network.
         """
+        keys = KeyMap(layouts=((("", ""),),))
+        names = self.state_dict()
+        return fitting_keys(tensors, lambda found: keys.count_fitting(found, names))
 
 
 class NetworkAdapter:

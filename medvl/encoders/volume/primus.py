@@ -5,7 +5,7 @@ Its layers are timm's EVA blocks, and its parameters have their names. Shape let
 `medvl.schema`; a, b and c are the patches along the axes that the network reads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from medvl.encoders.base import group_by_depth
-from medvl.encoders.pretrained import KeyMap, fitting_keys
 from medvl.encoders.volume.hierarchical_vit import PatchEmbedding
 from medvl.encoders.volume.network import (
     VolumeNetwork,
@@ -148,13 +147,6 @@ class Primus(VolumeNetwork):
             top=("norm.",),
             stem=("patch_embed.",),
         )
-
-    def fit_weights(
-        self, tensors: Mapping[str, Tensor], source: str, *, rescale: bool
-    ) -> dict[str, Tensor]:
-        keys = KeyMap(layouts=((("", ""),),))
-        names = self.state_dict()
-        return fitting_keys(tensors, lambda found: keys.count_fitting(found, names))
 
     def forward(self, image_BNDHW: Tensor) -> Tensor:
         order = [axis for axis, _ in self._axes]
