@@ -31,13 +31,13 @@ from medvl.data.images.read import starts_like_dicom
 from medvl.data.volumes.volume import Volume
 from medvl.errors import ConfigError, EvaluationError, ImageError, MedvlError
 from medvl.eval.grounding.evaluation import draw_grounding
+from medvl.eval.grounding.heatmaps import has_volume_patches
 from medvl.eval.report_generation.generate import ReportWriter
 from medvl.eval.zero_shot_classification.calibration import Calibration, FindingCalibration
 from medvl.inference.answers import ABLE, Scorer, answer, heatmap, write_report
 from medvl.inference.models import Expected, batches, header_of, refuse
 from medvl.inference.volumes import (
     draw_volume_map,
-    has_patch_maps,
     reads_volumes,
     volume_heatmap,
     write_map,
@@ -351,7 +351,7 @@ def can_draw(model: ImageModel) -> bool:
     if not isinstance(model.model, DualEncoder | VQA):
         return False
     if reads_volumes(model.model):
-        return has_patch_maps(model.model)
+        return has_volume_patches(model.model)
     try:
         heatmap(model.model, np.zeros((64, 64), np.uint8), model.names[0])
     except (ConfigError, EvaluationError):

@@ -8,15 +8,14 @@ import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from medvl.common.files import write_atomic
 from medvl.data.volumes.resampling import apply_window
 from medvl.data.volumes.transform import VolumeTransform
 from medvl.data.volumes.volume import Volume
 from medvl.errors import EvaluationError, VolumeError
-from medvl.eval.grounding.heatmaps import HasRegions, best_cosine
-from medvl.models import DualEncoder
+from medvl.eval.grounding.heatmaps import best_cosine, embed_volume_patches
 from medvl.models.base import System, evaluating
 from medvl.models.heatmaps import on_volume
 
@@ -34,18 +33,6 @@ def reads_volumes(model: System) -> bool:
     return isinstance(transform, VolumeTransform)
 
 
-def has_patch_maps(model: System) -> bool:
-    """Return whether the patches of a model of volumes are in the space of texts."""
-    if not isinstance(model, DualEncoder) or not reads_volumes(model):
-        return False
-    head = model.image_head
-    is_shared = (
-        isinstance(head, nn.Linear)
-        and head.in_features == model.image_encoder.patch_dim == model.image_encoder.feature_dim
-    )
-    return isinstance(model, HasRegions) or is_shared
-
-
 def patch_map(model: System, image_1CDHW: Tensor, text: str) -> Tensor:
     """Return (d, h, w) float32: the cosine of a text with each patch of one volume.
 
@@ -60,20 +47,10 @@ def patch_map(model: System, image_1CDHW: Tensor, text: str) -> Tensor:
 
     Raises EvaluationError ("unsupported") for a model without such patches.
     """
-    if not isinstance(model, DualEncoder) or not has_patch_maps(model):
-        raise EvaluationError(
-            f"{model.name} has no patches in the space of texts; use hlip, ct_clip or colipri",
-            "unsupported",
-            field="model",
-        )
-    regions: Any = model
-    if isinstance(model, HasRegions):
-        patches_BPE = regions.embed_regions(image_1CDHW)
-    else:
-        patches_BPE = model.image_head(model.image_encoder(image_1CDHW).patches_BPD)
-    similarity_BP = best_cosine(patches_BPE, model.embed_texts([text]))
-    map_dhw: Tensor = similarity_BP.unflatten(1, regions.image_encoder.grid)[0]
-    return map_dhw.float()
+    patches_1dhwE = embed_volume_patches(model, image_1CDHW)
+    dual: Any = model
+    similarity_1P = best_cosine(patches_1dhwE.flatten(1, 3), dual.embed_texts([text]))
+    return similarity_1P.unflatten(1, patches_1dhwE.shape[1:4])[0]
 
 
 def volume_heatmap(model: System, volume: Any, text: str) -> NDArray[np.float32]:

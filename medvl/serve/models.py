@@ -21,6 +21,7 @@ from medvl.data.reports.sentences import join_texts
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, EvaluationError, ImageError, MedvlError, ShardError
 from medvl.eval.core.open import resolve_device
+from medvl.eval.grounding.heatmaps import has_volume_patches
 from medvl.eval.report_generation.generate import ReportWriter, decode_texts
 from medvl.eval.zero_shot_classification.calibration import (
     NOT_MADE,
@@ -37,7 +38,7 @@ from medvl.eval.zero_shot_classification.prompts import (
 )
 from medvl.inference.answers import CAN_ANSWER, CAN_WRITE, Scorer, encode_images, heatmap
 from medvl.inference.models import make_batch, open_model, refuse
-from medvl.inference.volumes import has_patch_maps, reads_volumes
+from medvl.inference.volumes import reads_volumes
 from medvl.models import VQA, DualEncoder
 from medvl.models.base import System, evaluating
 from medvl.models.checkpoint_folder import find_checkpoint, kind_of
@@ -92,7 +93,7 @@ class ServedModel:
             "scores": self._can(self._prepare_scorer),
             "heatmap": self._can(lambda: self.heatmap(_BLACK, "opacity"))
             if of_images
-            else has_patch_maps(model),
+            else has_volume_patches(model),
             "answer": isinstance(model, VQA)
             and model.tokenizer is not None
             and not model.config.earlier_image,

@@ -18,13 +18,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from medvl.common.config_io import check_choice
 from medvl.data.annotations import Phrase, published_size
 from medvl.data.transforms.image import Box
+from medvl.data.volumes.transform import VolumeTransform
 from medvl.errors import EvaluationError
 from medvl.models import DualEncoder
+from medvl.models.base import System
 from medvl.models.heatmaps import on_image
 from medvl.schema import Embeddings, Sample
 
@@ -165,6 +167,41 @@ def embed_patches(model: DualEncoder, image_BCHW: Tensor) -> tuple[Tensor, Size]
         f"head cannot project them"
     )
     raise EvaluationError(message, "unsupported")
+
+
+def has_volume_patches(model: System) -> bool:
+    """Return whether a model reads volumes and its patches are in the space of texts."""
+    transform: Any = model.transform
+    if not isinstance(model, DualEncoder) or not isinstance(transform, VolumeTransform):
+        return False
+    encoder, head = model.image_encoder, model.image_head
+    is_shared = (
+        isinstance(head, nn.Linear) and head.in_features == encoder.patch_dim == encoder.feature_dim
+    )
+    return isinstance(model, HasRegions) or is_shared
+
+
+def embed_volume_patches(model: System, image_BCDHW: Tensor) -> Tensor:
+    """Return patches of volumes in the space of texts (B, d, h, w, E) float32, not normalized.
+
+    These are the regions that the model compares with texts. If it has none, the encoder's patches
+    are projected by the head of the pooled vector.
+
+    Raises EvaluationError ("unsupported") for a model without such patches.
+    """
+    if not has_volume_patches(model):
+        raise EvaluationError(
+            f"{model.name} has no patches in the space of texts; use hlip, ct_clip or colipri",
+            "unsupported",
+            field="model",
+        )
+    of_volumes: Any = model
+    if isinstance(model, HasRegions):
+        patches_BPE = of_volumes.embed_regions(image_BCDHW)
+    else:
+        patches_BPE = of_volumes.image_head(of_volumes.image_encoder(image_BCDHW).patches_BPD)
+    patches: Tensor = patches_BPE.float().unflatten(1, of_volumes.image_encoder.grid)
+    return patches
 
 
 def smooth(map_Bhw: Tensor, sigma: float) -> Tensor:

@@ -38,7 +38,7 @@ from medvl.eval.core.full_pass import FullPass, embed_texts
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, label_mean_metrics
 from medvl.eval.core.results import LineFields, Lines, Results, number
 from medvl.eval.evaluation import LineResult, ModelEvaluation, Setup, SmallBatchOptions
-from medvl.eval.grounding.heatmaps import HasRegions, MapRules, map_metrics
+from medvl.eval.grounding.heatmaps import MapRules, embed_volume_patches, map_metrics
 from medvl.eval.registry import register_evaluation
 from medvl.eval.zero_shot_classification.prompts import ClassPrompts, load_prompts
 from medvl.models.base import evaluating
@@ -132,9 +132,6 @@ class FindingMaps:
     Args:
         model: in eval mode.
         prompts: sentences of each finding.
-
-    Raises:
-        EvaluationError: "unsupported" where patches and texts have no common space.
     """
 
     def __init__(self, model: VolumeDualEncoder, prompts: Mapping[str, ClassPrompts]) -> None:
@@ -147,17 +144,6 @@ class FindingMaps:
     def _mean(self, texts: Sequence[str]) -> Tensor:
         vectors_ME: Tensor = embed_texts(self.model, texts).global_NE
         return vectors_ME.mean(dim=0)
-
-    @torch.no_grad()
-    def patches(self, image_BCDHW: Tensor) -> Tensor:
-        """Return (B, d, h, w, E): patches in the space of texts, not normalised."""
-        model = self.model
-        if isinstance(model, HasRegions):
-            patches_BPE = model.embed_regions(image_BCDHW)
-        else:
-            features = model.image_encoder(image_BCDHW)
-            patches_BPE = model.image_head(features.patches_BPD)
-        return patches_BPE.float().unflatten(1, model.image_encoder.grid)
 
     @torch.no_grad()
     def maps(self, patches_dhwE: Tensor, names: Sequence[str], size: Sequence[int]) -> Tensor:
@@ -203,7 +189,9 @@ class VolumeGrounding(ModelEvaluation):
             maps = FindingMaps(model, prompts)
             for batch in batches:
                 volumes = volumes_of(batch).to(model.device, non_blocking=True)
-                for key, patches_dhwE in zip(batch.keys, maps.patches(volumes), strict=True):
+                with torch.no_grad():
+                    patches = embed_volume_patches(model, volumes)
+                for key, patches_dhwE in zip(batch.keys, patches, strict=True):
                     lines += self._lines(maps, patches_dhwE, *samples[key], prompts)
         if not lines:
             raise EvaluationError(

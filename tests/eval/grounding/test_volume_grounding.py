@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.contrastive_systems import fvlm
 from helpers.errors import raises
 from helpers.volume_shards import SHAPE, volume_shards
 from torch import Tensor
@@ -18,6 +19,7 @@ from medvl.data.volumes.options import VolumeOptions
 from medvl.data.volumes.transform import VolumeTransform
 from medvl.errors import EvaluationError
 from medvl.eval import read_results
+from medvl.eval.grounding.heatmaps import embed_volume_patches
 from medvl.eval.grounding.volumes import box_mask, read_volume_boxes, voxel_auroc
 from medvl.models.checkpoint import save
 from medvl.models.dual_encoders.bases.base import DualEncoder
@@ -150,3 +152,9 @@ def test_maps_of_the_boxes_themselves_are_inside(
     assert results.details["chance"][label] == pytest.approx(
         np.mean([mask.mean() for mask in masks if mask.any()])
     )
+
+
+def test_patches_outside_of_the_space_of_texts_are_refused() -> None:
+    """Of fVLM, whose organs read patches through queries of their own."""
+    with raises(EvaluationError, "unsupported", "model"):
+        embed_volume_patches(fvlm(), torch.zeros(1, 2, *SHAPE, dtype=torch.int16))
