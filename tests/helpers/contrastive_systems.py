@@ -382,3 +382,26 @@ def _add_organs(batch: Batch, rows: slice) -> None:
     batch.organ_mask_BOT = batch.mask_BT[:, None].repeat(1, 4, 1)
     normal = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 1, 1, 1]] * 2)[:PAIRS]
     batch.organ_normal_BO = normal[rows].bool()
+
+
+def assert_contrast_of_pairs(
+    model: DualEncoder, actual: torch.Tensor, logits_NN: torch.Tensor
+) -> None:
+    """Compare a loss with the naive cross entropy of both directions, in value and gradient; every
+    parameter must get a gradient.
+    """
+    count = len(logits_NN)
+    expected = torch.zeros(())
+    for i in range(count):
+        for row in (logits_NN[i], logits_NN[:, i]):
+            expected = expected - (row[i] - row.logsumexp(0)) / (2 * count)
+    torch.testing.assert_close(actual, expected)
+    gradients = []
+    for loss in (actual, expected):
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, gradient in gradients[1].items():
+        near = {"rtol": 1e-4, "atol": 1e-6 + 1e-5 * gradient.abs().max().item()}
+        torch.testing.assert_close(gradients[0][name], gradient, **near, msg=name)
+        assert gradient.abs().sum() > 0, name
