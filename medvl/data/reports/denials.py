@@ -43,8 +43,8 @@ class Denial(NamedTuple):
 
     text: str
     turned: tuple[int, ...]
-    """Of each of `FINDINGS`: 1 where it was affirmed and is denied, -1 where it was denied and is
-    affirmed, else 0.
+    """A number for each finding in `FINDINGS`: 1 if it changed from affirmed to denied, -1 if it
+    changed from denied to affirmed, else 0.
     """
 
 
