@@ -112,10 +112,17 @@ class ServedModel:
         """Load what `medvl.load` takes, with its calibration: the given file, else that beside the
         checkpoint. Without prompts, those of CT-CLIP for volumes and of CheXpert for images.
 
-        Raises CheckpointError, ConfigError for a model of precomputed regions, EvaluationError for
-        a damaged calibration.
+        Raises CheckpointError, ConfigError for a model of precomputed regions or of volumes with
+        masks of organs, EvaluationError for a damaged calibration.
         """
         model = open_model(source).to(resolve_device(device))
+        if getattr(model.transform, "organs", False):
+            raise ConfigError(
+                f"{model.name} reads masks of organs, which uploads do not have; use `medvl infer "
+                "--organ-masks FOLDER`",
+                "unsupported",
+                field="checkpoint",
+            )
         if prompts is None:
             prompts = load_prompts("ct_clip" if reads_volumes(model) else "chexpert_ensemble")
         checkpoint = find_checkpoint(source)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.contrastive_systems import hlip
+from helpers.contrastive_systems import fvlm, hlip
 from helpers.errors import raises
 from helpers.served import client, served, tiny_convirt
 from helpers.volume_files import write_series
@@ -102,7 +102,7 @@ def test_uploads_beyond_the_limits_are_refused(app: TestClient, series: list[byt
 
 
 def test_models_of_volumes_have_their_prompts_and_no_images_beside_them(tmp_path: Path) -> None:
-    for name, model in (("ct", MODEL), ("cxr", tiny_convirt())):
+    for name, model in (("ct", MODEL), ("cxr", tiny_convirt()), ("organs", fvlm())):
         (tmp_path / name).mkdir()
         save(model, tmp_path / name)
     [opened] = open_models([tmp_path / "ct"], prompts="", device="cpu")
@@ -112,4 +112,6 @@ def test_models_of_volumes_have_their_prompts_and_no_images_beside_them(tmp_path
     }  # fmt: skip
     with raises(ConfigError, "conflict", "checkpoint"):
         open_models([tmp_path / "ct", tmp_path / "cxr"], prompts="", device="cpu")
+    with raises(ConfigError, "unsupported", "checkpoint"):  # uploads have no masks of organs
+        open_models([tmp_path / "organs"], prompts="", device="cpu")
     assert torch.is_grad_enabled()
