@@ -150,8 +150,36 @@ tiny = quickstart.report_recipe(
     ),
     FINDINGS,
 )
+impression = Recipe(
+    model=dataclasses.replace(
+        tiny.model,
+        image_encoder="patches:32",
+        image_size=32,
+        frozen_image=True,
+        views=0,
+        prompt=("findings",),
+        max_tokens=64,
+    ),
+    pretrained=False,
+    data=DataConfig(
+        train="shards/reports/train",
+        valid=Path("shards/reports/validate"),
+        tokenizer=Path("shards/reports/words"),
+        text=WholeText(sections=("impression",), missing="no_text"),
+        image=EvalTransform(size=32, fit="crop", resize="area"),
+        workers=1,
+    ),
+    optim=tiny.optim,
+    train=dataclasses.replace(
+        tiny.train,
+        run_dir=Path("runs/impressions"),
+        epochs=20,
+        best_metric="loss",
+        best_mode="min",
+    ),
+)
 PRESETS = {"paper": paper, "projector": projector, "questions": questions, "grounded": grounded}
-PRESETS["tiny"] = tiny
+PRESETS |= {"impression": impression, "tiny": tiny}
 MAKE_DATA = """medvl shards mimic-cxr --root MIMIC-CXR --short-side 512 --out shards/mimic-cxr
     medvl train causal_lm projector"""
 PHANTOM = f"{quickstart.REPORT_DATA}causal_lm tiny"
@@ -162,7 +190,9 @@ def prepare(recipe: Recipe) -> Run:
     run = pretraining_run("causal_lm_mimic", MAKE_DATA, PHANTOM)(recipe)
     from medvl.eval import ReportEval
 
-    writes_reports = not (recipe.data.questions or isinstance(recipe.data.text, GroundedText))
+    data = recipe.data
+    from_images = recipe.model.views > 0 and not data.questions
+    writes_reports = from_images and not isinstance(data.text, GroundedText)
     return run.with_evaluator(lambda images: ReportEval(images)) if writes_reports else run
 
 

@@ -216,6 +216,7 @@ class Setup:
             batch=self.options.batch,
             workers=self.options.workers,
             ranks=rank_and_world(),
+            keep_imageless=not getattr(model, "reads_images", True),
             **options,
         )
 

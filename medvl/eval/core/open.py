@@ -185,6 +185,7 @@ def open_for_evaluation(
     inputs: Inputs | None = None,
     ranks: tuple[int, int] = (0, 1),
     slices: int = 1,
+    keep_imageless: bool = False,
 ) -> Loader:
     """Open a loader that yields every sample of a source once, in order.
 
@@ -202,6 +203,7 @@ def open_for_evaluation(
         ranks: rank and number of ranks that take whole batches in turn; `FullPass.compute` brings
             the results together. By default this process reads everything, also in a process group.
         slices: axial slices of each volume that a model of images reads.
+        keep_imageless: also samples without an image, for models that read none.
     """
     inputs = dataclasses.replace(inputs or Inputs(), regions=region_manifest_of(source) is not None)
     return open_loader(
@@ -217,6 +219,7 @@ def open_for_evaluation(
         color=color_for(source, transform),
         inputs=inputs,
         slices=slices,
+        keep_imageless=keep_imageless,
     )
 
 

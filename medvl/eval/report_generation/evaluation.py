@@ -28,6 +28,7 @@ from medvl.eval.registry import register_evaluation
 from medvl.eval.report_generation.external import ExternalOptions
 from medvl.eval.report_generation.generate import count_cut, generate_by_decoding, write_studies
 from medvl.eval.report_generation.grounded import grounded_metrics, labeler_judge
+from medvl.eval.report_generation.likelihood import add_likelihoods
 from medvl.eval.report_generation.metrics import (
     MEANS,
     METRICS,
@@ -35,6 +36,7 @@ from medvl.eval.report_generation.metrics import (
     Uncertain,
     bleu_metrics,
     clinical_metrics,
+    perplexity_metrics,
     positive_findings,
     stop_metrics,
     words,
@@ -44,6 +46,7 @@ from medvl.eval.report_generation.protocol import (
     AGAINST_LABELS,
     MINUS,
     ONE_REPORT,
+    OTHER_IMAGES,
     PROTOCOL,
     GeneratedReport,
     ReportResult,
@@ -317,8 +320,8 @@ class ReportGeneration(Evaluation):
     """Evaluate report generation: n-gram overlap and clinical F1 of generated reports against
     references and labels.
 
-    The checkpoint is an R2Gen, a CXRMate, or a MedViLL trained with objective "report". Greedy
-    search is always evaluated.
+    The checkpoint is an R2Gen, CXRMate, CausalLM, or MedViLL trained with objective "report".
+    Greedy search is always evaluated.
     """
 
     protocols = (PROTOCOL,)
@@ -497,8 +500,7 @@ class ReportGeneration(Evaluation):
             raise ConfigError("a checkpoint needs images; give --data", "missing", field="data")
         decodings = self.decoding.decodings()
         labels = None if self.phantom_truth is None else _truth(self.phantom_truth)
-        advice = "give the checkpoint of an R2Gen or a MedViLL"
-        setup.check(self.checkpoint, (ReportGenerator, MedViLL), advice)
+        setup.check(self.checkpoint, (ReportGenerator, MedViLL), "give one that writes reports")
         source = setup.source(self.data, self.checkpoint)
         setup.settle(manifest=source.fingerprint)
         model = setup.model(self.checkpoint)
@@ -513,7 +515,9 @@ class ReportGeneration(Evaluation):
         )
         reports = generated.pop("greedy")
         assert model.tokenizer is not None
-        if self.grounded:
+        if not self.grounded:
+            reports = add_likelihoods(model, loader, reports, self.sections)
+        else:
             samples = (source.sample(position) for position in range(len(source)))
             boxed = {sample.key: grounded_text(sample) for sample in samples}
             reports = [
@@ -564,6 +568,7 @@ class ReportGeneration(Evaluation):
         groups = [
             bleu_metrics(pairs),
             *means,
+            *perplexity_metrics([line.get("likelihood") for line in lines], OTHER_IMAGES),
             *stop_metrics(stops),
             clinical_metrics(generated_NL, reference_NL),
             *score_metrics(

@@ -32,7 +32,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -219,6 +219,50 @@ def bleu_metrics(
         return np.exp(brevity_R1 + np.cumsum(log_precision_RK, axis=1) / np.arange(1, ORDERS + 1))
 
     return MetricGroup(rows, statistic)
+
+
+PERPLEXITY = {
+    "tokens": "perplexity_by_token",
+    "words": "perplexity_by_word",
+    "bytes": "perplexity_by_byte",
+}
+"""Unit -> name of the perplexity whose exponent is a mean over it: exp(loss of all tokens / number
+of units). Those of words and bytes do not depend on the tokenizer, but for unknown words.
+"""
+
+
+def perplexity_metrics(
+    likelihoods: Sequence[Mapping[str, float] | None], other: str
+) -> list[MetricGroup]:
+    """Return the perplexities of references, and behind images and prompts of other patients, of
+    which `other` is the subgroup; nothing without likelihoods.
+    """
+    groups = []
+    for name, subgroup in (("loss", ""), ("loss_of_other_image", other)):
+        known = [each if each is not None and name in each else None for each in likelihoods]
+        count = sum(each is not None for each in known)
+        if not count:
+            continue
+        loss_N, *units = (
+            np.array([0.0 if each is None else each[key] for each in known])
+            for key in (name, *PERPLEXITY)
+        )
+        rows = [
+            MetricRow(metric=metric, target=REPORT, subgroup=subgroup, n=count)
+            for metric in PERPLEXITY.values()
+        ]
+        groups.append(MetricGroup(rows, _perplexity(loss_N, np.stack(units, axis=1))))
+    return groups
+
+
+def _perplexity(loss_N: Array, units_NU: Array) -> Callable[[Array], Array]:
+    def statistic(counts_NR: Array) -> Array:
+        units_RU = counts_NR.T @ units_NU
+        with np.errstate(over="ignore"):
+            value_RU = np.exp((counts_NR.T @ loss_N)[:, None] / np.maximum(units_RU, 1))
+        return np.where(units_RU > 0, value_RU, np.nan)
+
+    return statistic
 
 
 def ngram_matches(generated: Sequence[str], reference: Sequence[str], order: int) -> int:

@@ -14,6 +14,9 @@ Protocol "report_generation", version 3:
   of another patient, where there is one; and with the one reference that overlaps most with all
   others (`constant_report`) for every image, the floor of n-gram overlap.
 * The generated reports minus each baseline, paired by report: "minus" and the baseline's name.
+* The perplexity of the references by the model that generates: exp(sum of the losses of all tokens
+  / number of tokens, words or bytes), also behind images and prompts of other patients
+  (`medvl.eval.report_generation.likelihood`).
 * Intervals: the bootstrap resamples patients, with all their reports.
 """
 
@@ -45,6 +48,7 @@ from medvl.eval.report_generation.metrics import (
     Uncertain,
     clinical_metrics,
     overlap_metrics,
+    perplexity_metrics,
     positive_findings,
     report_scores,
     words,
@@ -94,6 +98,10 @@ class GeneratedReport:
     """Labels of the image by finding; None if there are none."""
     subgroups: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Attribute -> group of the image (`medvl.eval.core.metric_rows`)."""
+    likelihood: Mapping[str, float] | None = None
+    """Of the reference, by the model: "tokens", "words", "bytes", the "loss" of all tokens in nats,
+    and "loss_of_other_image". None: not known.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -284,6 +292,7 @@ def _metric_groups(
         pairs = zip(of_subgroup[""], of_subgroup[name], strict=True)
         differences = (_difference(ours, floor, f"{MINUS}{name}") for ours, floor in pairs)
         groups += [group for group in differences if group.rows]
+    groups += perplexity_metrics([report.likelihood for report in reports], OTHER_IMAGES)
     if all(report.labels is not None for report in reports):
         labels_NL = positive_findings([report.labels or {} for report in reports], uncertain)
         for name, texts in decoded.items():
@@ -324,7 +333,7 @@ class Floor(NamedTuple):
 def floors_of(reports: Sequence[GeneratedReport]) -> dict[str, Floor]:
     """Return the baselines of reports by the names of their subgroups."""
     floors = {}
-    other = _other_patients([report.patient for report in reports])
+    other = other_patients([report.patient for report in reports])
     if other is not None:
         floors[OTHER_IMAGES] = Floor(False, other)
     references = [report.reference for report in reports]
@@ -332,7 +341,7 @@ def floors_of(reports: Sequence[GeneratedReport]) -> dict[str, Floor]:
     return {**floors, ONE_REPORT: Floor(True, [constant] * len(reports))}
 
 
-def _other_patients(patients: Sequence[str]) -> list[int] | None:
+def other_patients(patients: Sequence[str]) -> list[int] | None:
     """Return for each image the index of one of another patient, None where all are of one patient.
 
     It is the first at or after a distance of half of the images, around the end.

@@ -60,6 +60,8 @@ class ReportGenerator(System):
     """
 
     shared_encoders = ("image_encoder",)
+    reads_images = True
+    """Whether texts are written from images; else samples need none."""
 
     @abc.abstractmethod
     def read(self, batch: Batch) -> Tokens:
@@ -134,8 +136,12 @@ class ReportGenerator(System):
         return [] if tokenizer.unk_id is None else [tokenizer.unk_id]
 
     def trained_rows(self, batch: Batch) -> Tensor:
-        """Return (K,) int64: the rows of a batch that have an image and a text."""
-        return complete_rows(batch)
+        """Return (K,) int64: the rows of a batch that have an image, if images are read, and a
+        text.
+        """
+        return complete_rows(
+            batch if self.reads_images else dataclasses.replace(batch, has_image_B=None)
+        )
 
     def words_and_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the tokens of reports that predict another one, and that token, (B, T) each."""

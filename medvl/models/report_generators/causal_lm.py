@@ -48,7 +48,7 @@ from medvl.schema import Batch, Inputs
 
 _DEPTHS = {"linear": 1, "mlp2x": 2, "mlp4x": 4}
 _PRIOR = ("prior findings", "prior impression")
-_SECTIONS = ("indication", "history", "comparison", "technique")
+_SECTIONS = ("findings", "indication", "history", "comparison", "technique")
 _BASE = "language."
 """Begin of the names of the language model's weights."""
 
@@ -66,7 +66,9 @@ class CausalLMConfig(ReportConfig):
     frozen_image: bool = True
     """Keep the image encoder as it is; its stored output can then replace images."""
     views: int = 1
-    """Images of a study that are read: 1, or 2, which may be missing. MAIRA-2 reads two."""
+    """Images of a study that are read: 1, or 2, which may be missing. MAIRA-2 reads two. 0: none,
+    to write one section of a report from others, such as the impression from the findings.
+    """
     prior: bool = False
     """Also read the patient's previous image and report, which may be missing, as MAIRA-2."""
     projector: Literal["linear", "mlp2x", "mlp4x"] = "mlp2x"
@@ -101,8 +103,8 @@ class CausalLMConfig(ReportConfig):
     instruction: str = "Describe the findings of the chest radiograph."
     """Text behind the images, where a model has a tokenizer."""
     prompt: tuple[str, ...] = ()
-    """Sections of the study between image and instruction: indication, history, comparison,
-    technique.
+    """Sections of the study between image and instruction: findings, indication, history,
+    comparison, technique.
     """
     prompt_tokens: int = 128
     """Maximum number of tokens of each section that is read."""
@@ -114,12 +116,15 @@ class CausalLMConfig(ReportConfig):
     def __post_init__(self) -> None:
         check_choice(self.fit, ("crop", "pad", "squash"), "fit")
         check_choice(self.projector, tuple(_DEPTHS), "projector")
-        check_within(self, "[1, 2]", "views")
+        check_within(self, "[0, 2]", "views")
         check_within(self, "[0, 1)", "lora_dropout")
         check_within(self, "[0, inf)", "lora_language", "packed_tokens")
         check_within(self, "(0, inf)", "prompt_tokens", "max_tokens")
         for name in self.prompt:
             check_choice(name, _SECTIONS, "prompt")
+        if not self.views and (self.prior or not self.prompt):
+            message = "without images a text is written from sections of the prompt; set prompt"
+            raise ConfigError(message, "conflict", field="views")
         if self.frozen_language and self.lora_language:
             message = "frozen_language excludes low-rank updates; set lora_language to 0"
             raise ConfigError(message, "conflict", field="lora_language")
@@ -204,11 +209,14 @@ class CausalLM(ReportGenerator):
         for _ in range(_DEPTHS[config.projector] - 1):
             layers += [nn.GELU(), nn.Linear(self._width, self._width)]
         self.projector = nn.Sequential(*layers)
+        if not config.views:
+            self.projector.requires_grad_(False)
         if config.frozen_language:
             language.requires_grad_(False)
         self.inputs = Inputs(
             other_view=config.views == 2, prior_image=config.prior, prompt=self._prompt()
         )
+        self.reads_images = config.views > 0
         self._from_folder = False
         self.register_state_dict_post_hook(_leave_weights)
         self.register_load_state_dict_pre_hook(_keep_weights)
@@ -302,16 +310,7 @@ class CausalLM(ReportGenerator):
         return tuple(prompt({"question": question}, None))
 
     def read(self, batch: Batch) -> Tokens:
-        if batch.regions_BPD is not None:
-            features = stored_features(batch, self.image_encoder.patch_dim)
-            image = Tokens(self.projector(features.patches_BPD), None)
-        else:
-            image = self._encode(batch.image_BCHW)
-        if batch.image_of_B is not None:
-            image = image.rows(batch.image_of_B)
-        image = study_images(
-            batch, image, self._encode_some, views=self.config.views, prior=self.config.prior
-        )
+        image = self._images(batch)
         ids_BT = batch.prompt_ids_BT
         mask_BT = batch.prompt_mask_BT
         if ids_BT is None:
@@ -323,6 +322,22 @@ class CausalLM(ReportGenerator):
         is_marker_BT = ids_BT == self.image_token_id
         words_BTD = self._words(ids_BT.masked_fill(is_marker_BT, 0))
         return insert_images(Tokens(words_BTD, mask_BT), is_marker_BT, image, left=True)
+
+    def _images(self, batch: Batch) -> Tokens:
+        """Return the tokens of all images of each row; none for a writer that reads no image."""
+        if not self.reads_images:
+            words = self.language.get_input_embeddings().weight
+            return Tokens(words.new_zeros(len(batch.ids_BT), 0, self._width), None)
+        if batch.regions_BPD is not None:
+            features = stored_features(batch, self.image_encoder.patch_dim)
+            image = Tokens(self.projector(features.patches_BPD), None)
+        else:
+            image = self._encode(batch.image_BCHW)
+        if batch.image_of_B is not None:
+            image = image.rows(batch.image_of_B)
+        return study_images(
+            batch, image, self._encode_some, views=self.config.views, prior=self.config.prior
+        )
 
     def _encode(self, image: Tensor) -> Tokens:
         return Tokens(self.projector(self.image_encoder(image).patches_BPD), None)
