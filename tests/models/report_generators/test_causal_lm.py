@@ -116,6 +116,33 @@ def test_logits_are_those_of_transformers(folder: Path, tokenizer: Tokenizer) ->
     assert float(model.loss_counts(batch)) == float(batch.mask_BT.sum())
 
 
+def test_without_images_the_prompt_alone_is_read(folder: Path, tokenizer: Tokenizer) -> None:
+    model = generator(folder, tokenizer, views=0, prompt=("findings",)).eval()
+    assert model.inputs.prompt is not None
+    findings = ({"findings": TEXTS[0]}, {"findings": TEXTS[1]})
+    prompts = [model.inputs.prompt(sections, None) for sections in findings]
+    batch = make_batch(tokenizer, 2)
+    batch.has_image_B = torch.zeros(2, dtype=torch.bool)
+    batch.prompt_ids_BT = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(ids) for ids in prompts], batch_first=True
+    )
+    length_B1 = torch.tensor([[len(ids)] for ids in prompts])
+    batch.prompt_mask_BT = torch.arange(batch.prompt_ids_BT.shape[1]) < length_B1
+    assert model.trained_rows(batch).tolist() == [0, 1]
+    loss = model(batch).total
+    batch.image_BCHW = 255 - batch.image_BCHW
+    assert torch.equal(model(batch).total, loss)
+    words = model.language.get_input_embeddings()
+    ids_T = torch.tensor([n for n in prompts[0] if n != model.image_token_id])
+    torch.testing.assert_close(
+        model.read(batch).states_BND[0, -len(ids_T) :], words(ids_T), rtol=0, atol=0
+    )
+    model.train()(batch).total.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    with raises(ConfigError, "conflict", "views"):
+        CausalLMConfig(views=0)
+
+
 class WithoutCache:
     """The same model as a `NextToken` that computes all words again at every step."""
 

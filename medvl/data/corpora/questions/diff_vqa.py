@@ -93,7 +93,9 @@ class DiffVQA(vqa.QuestionCorpus):
             if patients.setdefault(patient, split) != split:
                 message = "a patient is in two splits; take splits mimic"
                 raise malformed(file, message, "split")
-            questions.append((pair, _question(f"{number}", row, kind, split)))
+            # Rows are numbered anew in each table: the studies make ids of two conversions differ.
+            name = f"{deid.study(patient, '/'.join(pair))}-{number}"
+            questions.append((pair, _question(name, row, kind, split)))
         plan = _plan_pairs(self.corpus, deid, questions, image_of, places, rows, allowed)
         earlier = _earlier(self.corpus, deid, questions, image_of, places)
         return dataclasses.replace(plan, records=Records([*plan.records, *earlier]))

@@ -75,6 +75,23 @@ def test_differences_have_the_earlier_image(diff: Path, deid: Deidentifier) -> N
         DiffVQA(root=diff, kinds=("change",)).plan(deid)
 
 
+def test_questions_of_two_tables_have_ids_of_their_own(
+    diff: Path, tmp_path: Path, deid: Deidentifier
+) -> None:
+    """Both tables number their rows from 1."""
+    ids = []
+    for half in (0, 1):
+        root = copy_of(diff, tmp_path / f"{half}", QUESTIONS, IMAGES)
+        lines = (root / QUESTIONS).read_text(encoding="utf-8").splitlines(keepends=True)
+        middle = len(lines) // 2
+        rows = lines[1:middle] if half else lines[middle:]
+        (root / QUESTIONS).write_text("".join([lines[0], *rows]), encoding="utf-8")
+        records = DiffVQA(root=root, images=diff).plan(deid).records
+        ids.append({each.id for record in records for each in questions_of(record.sample)})
+        assert len(ids[half]) == len(rows)
+    assert not ids[0] & ids[1]
+
+
 def test_questions_without_images_are_counted_and_mixed_splits_are_refused(
     diff: Path, tmp_path: Path, deid: Deidentifier
 ) -> None:
