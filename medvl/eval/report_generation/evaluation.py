@@ -25,6 +25,7 @@ from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
 from medvl.eval.html.page import Card, Cards, Deck, Page, header_facts, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.registry import register_evaluation
+from medvl.eval.report_generation.contents import content_metrics
 from medvl.eval.report_generation.external import ExternalOptions
 from medvl.eval.report_generation.generate import count_cut, generate_by_decoding, write_studies
 from medvl.eval.report_generation.grounded import grounded_metrics, labeler_judge
@@ -84,11 +85,9 @@ _AVERAGES = {
 }
 _LIMITS = (
     "A research evaluation, not for clinical use: overlap of words is not a measure of "
-    "correctness, and one report for "
-    "all images can have much of it.",
+    "correctness, and one report for all images can have much of it.",
     "Findings are read by a rule-based labeler, in the generated report and, except in the rows "
-    "against labels, in its "
-    "reference. The consensus of samples is selected by the same labeler.",
+    "against labels, in its reference. The consensus of samples is selected by the same labeler.",
     "Intervals are percentiles of a bootstrap over patients.",
     "Texts on this page belong to the data set and stay under its terms of use.",
 )
@@ -140,7 +139,8 @@ def _facts(result: ReportResult) -> list[tuple[str, str]]:
             "Generated",
             f"{details['empty']:,} empty, {details['truncated']:,} truncated, "
             f"{details['mean_words']:.1f} words on average (references "
-            f"{details['mean_words_of_references']:.1f})",
+            f"{details['mean_words_of_references']:.1f}); the commonest text "
+            f"{details['commonest']:,} times",
         ),
         ("Labels", result.results.config.get("labels", "of the data")),
     ]
@@ -163,10 +163,9 @@ def _overlap(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
         columns=["", *_OVERLAP.values()],
         rows=lines,
         strong_rows=1,
-        caption="With 95% intervals. The baselines give every image the report generated for "
-        "one of another "
-        "patient, and the one reference that fits all images best: a model near them does not "
-        "use the image.",
+        caption="With 95% intervals. The baselines give every image the report generated for one "
+        "of another patient, and the one reference that fits all images best: a model near them "
+        "does not use the image.",
     )
 
 
@@ -571,6 +570,7 @@ class ReportGeneration(Evaluation):
             *perplexity_metrics([line.get("likelihood") for line in lines], OTHER_IMAGES),
             *stop_metrics(stops),
             clinical_metrics(generated_NL, reference_NL),
+            *content_metrics(*map(list, zip(*texts, strict=True))),
             *score_metrics(
                 {
                     name: np.array([number(line["scores"][name]) for line in lines])

@@ -17,6 +17,7 @@ Protocol "report_generation", version 3:
 * The perplexity of the references by the model that generates: exp(sum of the losses of all tokens
   / number of tokens, words or bytes), also behind images and prompts of other patients
   (`medvl.eval.report_generation.likelihood`).
+* Repeated sentences and sides, also of the baselines (`medvl.eval.report_generation.contents`).
 * Intervals: the bootstrap resamples patients, with all their reports.
 """
 
@@ -39,9 +40,11 @@ from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure, subgroups_of
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results, format_table
+from medvl.eval.report_generation.contents import CONTENTS, content_metrics
 from medvl.eval.report_generation.metrics import (
     MEANS,
     METRICS,
+    PERPLEXITY,
     REPORT,
     WITH_STOPS,
     Cider,
@@ -124,11 +127,15 @@ class ReportResult:
         """Return tables of n-gram overlap and of findings, with the baselines, and the number of
         distinct texts.
 
-        The metrics in which full stops are words come after the findings.
+        Repeated sentences and sides, perplexity, and the metrics in which full stops are words
+        come after the findings.
         """
         with_stops = [row for row in self.results.rows if row.metric.endswith(WITH_STOPS)]
+        contents = [row for row in self.results.rows if row.metric in CONTENTS]
+        perplexity = [row for row in self.results.rows if row.metric in PERPLEXITY.values()]
+        shown_below = (*with_stops, *contents, *perplexity)
         overlap = [
-            row for row in self.results.rows if row.metric not in METRICS and row not in with_stops
+            row for row in self.results.rows if row.metric not in METRICS and row not in shown_below
         ]
         findings = [
             row
@@ -141,9 +148,11 @@ class ReportResult:
         counts = ", ".join(f"{count:,} ({name})" for name, count in texts.items())
         distinct = (
             f"distinct texts of {details['reports']:,}: {counts}, "
-            f"{details['distinct_references']:,} (references)"
+            f"{details['distinct_references']:,} (references); the commonest generated text: "
+            f"{details['commonest']:,} times"
         )
-        tables = [format_table(rows) for rows in (overlap, findings, with_stops)]
+        parts = (overlap, findings, contents, perplexity, with_stops)
+        tables = [format_table(rows) for rows in parts if rows]
         cut = details.get("references_cut_in_training")
         lines = (
             [distinct]
@@ -286,6 +295,7 @@ def _metric_groups(
         of_subgroup[subgroup] = [
             *overlap_metrics(texts, references, subgroup=subgroup),
             clinical_metrics(positive(texts), positive(references), subgroup=subgroup),
+            *content_metrics(texts, references, subgroup=subgroup),
         ]
         groups += of_subgroup[subgroup]
     for name in baselines:
@@ -397,6 +407,7 @@ def _details(
         "empty": sum(not text for text in generated),
         "truncated": sum(not report.ended for report in reports),
         "distinct": len({tuple(text) for text in generated}),
+        "commonest": max(Counter(map(tuple, generated)).values()),
         "distinct_others": {
             name: len({tuple(words(report.generated)) for report in of_name})
             for name, of_name in others.items()

@@ -127,7 +127,7 @@ def test_the_table_has_the_number_of_distinct_texts(reports: list[GeneratedRepor
     others = len({tuple(words(report.generated)) for report in reports})
     line = (
         f"distinct texts of {len(reports)}: 1 (generated), {others} (beam search), "
-        f"{distinct} (references)"
+        f"{distinct} (references); the commonest generated text: {len(reports)} times"
     )
     assert table.splitlines()[-1] == line
     assert f"report ({ONE_REPORT})" in table

@@ -1,0 +1,77 @@
+"""What overlap and findings do not show of a text: repeated sentences, and sides.
+
+    repeated_sentences   sentences that an earlier one of the report equals, a report
+    equal_sides          of the findings that a report and its reference both assert and place on a
+                         side, the share whose sides are equal
+    opposite_sides       of the same, the share that is left in one and right in the other
+
+"Bilateral" is left and right. Findings and sides are read by the labeler.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from medvl.data.reports.labeler import find_mentions
+from medvl.data.reports.sentences import split_sentences
+from medvl.data.reports.statements import places_of
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics
+from medvl.eval.core.metrics import Array
+from medvl.eval.report_generation.metrics import REPORT, words
+from medvl.schema import POSITIVE
+
+REPEATED = "repeated_sentences"
+EQUAL_SIDES = "equal_sides"
+OPPOSITE_SIDES = "opposite_sides"
+CONTENTS = (REPEATED, EQUAL_SIDES, OPPOSITE_SIDES)
+"""Names of the metrics."""
+_BOTH = frozenset(("left", "right"))
+
+
+def repeated_sentences(text: str) -> int:
+    """Return how many sentences of a text equal an earlier one, in their words."""
+    sentences = [tuple(words(sentence)) for sentence in split_sentences(text)]
+    known = [sentence for sentence in sentences if sentence]
+    return len(known) - len(set(known))
+
+
+def sides_of(text: str) -> dict[str, frozenset[str]]:
+    """Return the sides, left and right, of each finding that a text asserts on a side."""
+    mentions = list(find_mentions(text))
+    found: dict[str, frozenset[str]] = {}
+    for mention, (sides, _) in zip(mentions, places_of(mentions), strict=True):
+        named = _BOTH if "bilateral" in sides else _BOTH & {*sides}
+        if mention.value == POSITIVE and named:
+            found[mention.finding] = found.get(mention.finding, frozenset()) | named
+    return found
+
+
+def content_metrics(
+    texts: Sequence[str], references: Sequence[str], *, subgroup: str = ""
+) -> list[MetricGroup]:
+    """Return the metrics of this module of pairs of texts."""
+    repeated_N1 = np.array([[float(repeated_sentences(text))] for text in texts])
+    counts_N3 = np.zeros((len(texts), 3))  # placed in both, equal, opposite
+    for row, (text, reference) in enumerate(zip(texts, references, strict=True)):
+        ours, theirs = sides_of(text), sides_of(reference)
+        for finding in ours.keys() & theirs.keys():
+            is_equal = ours[finding] == theirs[finding]
+            counts_N3[row] += (1, is_equal, not ours[finding] & theirs[finding])
+    placed = int((counts_N3[:, 0] > 0).sum())
+    rows = [
+        MetricRow(metric=metric, target=REPORT, subgroup=subgroup, n=placed)
+        for metric in CONTENTS[1:]
+    ]
+    return [
+        mean_metrics(REPEATED, repeated_N1, [REPORT], subgroup=subgroup),
+        MetricGroup(rows, _shares(counts_N3)),
+    ]
+
+
+def _shares(counts_N3: Array) -> Callable[[Array], Array]:
+    def statistic(counts_NR: Array) -> Array:
+        total_R3 = counts_NR.T @ counts_N3
+        placed_R1 = total_R3[:, :1]
+        return np.where(placed_R1 > 0, total_R3[:, 1:] / np.maximum(placed_R1, 1), np.nan)
+
+    return statistic

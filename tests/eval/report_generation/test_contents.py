@@ -1,0 +1,47 @@
+"""Repeated sentences, and sides of findings that a report and its reference both have."""
+
+import numpy as np
+import pytest
+
+from medvl.eval.report_generation.contents import (
+    EQUAL_SIDES,
+    OPPOSITE_SIDES,
+    REPEATED,
+    content_metrics,
+    repeated_sentences,
+    sides_of,
+)
+
+PAIRS = [
+    ("Left pleural effusion. left pleural effusion .", "Small left pleural effusion."),
+    ("Right pleural effusion. No pneumothorax.", "Left pleural effusion."),
+    ("Bilateral pleural effusions.", "Left pleural effusion. Right pleural effusion."),
+    ("Bilateral pleural effusions.", "Left pleural effusion."),
+    ("The heart is enlarged.", "Right pleural effusion. The heart is enlarged."),
+]
+
+
+def test_repeated_sentences_are_compared_by_their_words() -> None:
+    assert repeated_sentences("No edema. no edema . No edema! The heart is large.") == 2
+    assert repeated_sentences("") == repeated_sentences("No edema.") == 0
+
+
+def test_both_sides_are_bilateral() -> None:
+    effusion = "Pleural Effusion"
+    assert sides_of("Bilateral pleural effusions.") == {effusion: {"left", "right"}}
+    assert sides_of("No left pleural effusion. The heart is enlarged.") == {}
+
+
+def test_shares_are_of_findings_that_both_place() -> None:
+    groups = content_metrics(*map(list, zip(*PAIRS, strict=True)), subgroup="x")
+    weight_N1 = np.ones((len(PAIRS), 1))
+    value_of = {
+        row.metric: (row.n, value)
+        for group in groups
+        for row, value in zip(group.rows, group.statistic(weight_N1)[0], strict=True)
+    }
+    assert value_of[REPEATED] == (5, pytest.approx(0.2))
+    assert value_of[EQUAL_SIDES] == (4, pytest.approx(0.5))
+    assert value_of[OPPOSITE_SIDES] == (4, pytest.approx(0.25))
+    without_N1 = np.array([[0.0], [0], [0], [0], [1]])
+    assert np.isnan(groups[1].statistic(without_N1)).all()
