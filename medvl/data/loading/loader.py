@@ -30,6 +30,14 @@ from medvl.data.loading.collate import (
     Tokenize,
     Views,
 )
+from medvl.data.loading.readers import (
+    DRAWN,
+    MEMORY,
+    check_volumes,
+    cut_volume,
+    limited_workers,
+    read_slices,
+)
 from medvl.data.loading.sampler import AllEpochs, BatchSampler, TrainSampler, batch_sampler
 from medvl.data.loading.sources import (
     Source,
@@ -43,14 +51,6 @@ from medvl.data.loading.studies import (
     StudySource,
     by_study,
     prior_positions,
-)
-from medvl.data.loading.volumes import (
-    DRAWN,
-    MEMORY,
-    check_volumes,
-    cut_volume,
-    limited_workers,
-    read_slices,
 )
 from medvl.data.loading.workers import TIMEOUT, PassErrors, init_worker, with_worker_errors
 from medvl.data.storage.store import map_threads

@@ -8,7 +8,7 @@ import numpy as np
 
 from medvl.data.loading.collate import ItemMaker, SkippedSample, Views
 from medvl.data.loading.loader import Loader
-from medvl.data.loading.volumes import cut_volume, read_slices
+from medvl.data.loading.readers import cut_volume, read_slices
 from medvl.data.shards.regions import Regions
 from medvl.data.volumes.transform import VolumeTransform
 from medvl.errors import ImageError, MedvlError

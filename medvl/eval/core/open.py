@@ -21,8 +21,8 @@ from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.registry import FileAccess
 from medvl.data.corpora.webdataset_tars import WebdatasetTars
 from medvl.data.loading.loader import Loader, open_loader
+from medvl.data.loading.readers import read_slices
 from medvl.data.loading.sources import Source, check_real, color_for, no_text, region_manifest_of
-from medvl.data.loading.volumes import read_slices
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import MANIFEST
 from medvl.data.shards.regions import find_regions

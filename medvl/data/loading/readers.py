@@ -1,4 +1,4 @@
-"""Volumes of samples in a loader, and the memory that they take."""
+"""Readers of what a batch shows, and the memory that volumes take."""
 
 import logging
 from typing import Any
