@@ -262,10 +262,16 @@ class Batch:
     texts: list[str]
     """The texts behind `ids_BT`."""
     image_BCDHW: Tensor | None = None
-    """int16 volumes in place of images, C = 1: Hounsfield units, z to the head, y to the back, x to
-    the patient's left (`medvl.data.VolumeTransform`); the encoder applies its window. C = 2 with
-    the organ of each voxel: its number in `ORGANS` from 1, or 0. Or, for encoders of
-    images in an evaluation, uint8 axial slices in RGB, C = 3, from feet to head.
+    """int16 Hounsfield units of volumes (C = 1): z to the head, y to the back, x to the patient's
+    left (`medvl.data.VolumeTransform`). The encoder applies its window.
+    """
+    organ_mask_BDHW: Tensor | None = None
+    """uint8 organ of each voxel of `image_BCDHW`: its number in `ORGANS` from 1, or 0
+    (`VolumeTransform.organs`).
+    """
+    slices_BNCHW: Tensor | None = None
+    """uint8 axial slices of volumes in RGB, from feet to head, for encoders of images (`slices` of
+    `medvl.data.open_loader`).
     """
     organ_ids_BOT: Tensor | None = None
     """int64 token ids of the text of each organ, in the order of `ORGANS` (`Inputs.organs`).
@@ -411,6 +417,15 @@ class Batch:
     def pixels(self) -> Tensor:
         """The images, or the volumes where the batch has these."""
         return self.image_BCHW if self.image_BCDHW is None else self.image_BCDHW
+
+    @property
+    def embedded(self) -> tuple[Tensor, ...]:
+        """Arguments of a dual-encoder's `embed_images`: the images, or the volumes and their
+        organs.
+        """
+        if self.organ_mask_BDHW is None:
+            return (self.pixels,)
+        return self.pixels, self.organ_mask_BDHW
 
     def rows(self, index: Sequence[int]) -> Batch:
         """Return some rows. Raises ValueError for a batch in which rows share images."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from medvl.common.label_names import match_labels, spoken_name
 from medvl.data.images.read import ImageInput
+from medvl.data.volumes.transform import OrganVolumes
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.grounding.heatmaps import Maps, choose_maps, phrase_maps
 from medvl.eval.report_generation.generate import ReportWriter, decode_texts
@@ -231,13 +232,19 @@ class Scorer:
         return score_BL
 
 
-def encode_images(model: System, image_BCHW: Tensor) -> Embeddings | Tensor:
+def encode_images(model: System, image_BCHW: Tensor | OrganVolumes) -> Embeddings | Tensor:
     """Return the input of a `Scorer`: embeddings, or (B, L) probabilities of a classifier's labels.
 
     Raises ConfigError for other models.
     """
     image_BCHW = image_BCHW.to(model.device)
     with evaluating(model):
+        if isinstance(image_BCHW, OrganVolumes):
+            of_organs: Any = model  # only fVLM's transform returns organs
+            embedded: Embeddings = of_organs.embed_images(
+                image_BCHW.image_BCDHW, image_BCHW.organ_mask_BDHW
+            )
+            return embedded
         if isinstance(model, DualEncoder):
             return model.embed_images(image_BCHW)
         if isinstance(model, LabelModel) and model.reads == "image":

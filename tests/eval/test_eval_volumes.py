@@ -100,8 +100,7 @@ def test_slices_of_a_volume_are_averaged(folder: Path, tokenizer: Tokenizer) -> 
     )
     with torch.no_grad():
         for row in (0, 5):
-            slices_SCHW = batch.pixels[row].transpose(0, 1)
-            vector_E = model.encode_image(slices_SCHW).mean(dim=0)
+            vector_E = model.encode_image(batch.slices_BNCHW[row]).mean(dim=0)
             vector_E = vector_E / vector_E.norm()
             for column, sides in enumerate(prompts.classes.values()):
                 yes, no = model.encode_text([*sides.positive, *sides.negative]) @ vector_E

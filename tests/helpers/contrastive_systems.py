@@ -369,14 +369,14 @@ def _add_organs(batch: Batch, rows: slice) -> None:
     """Add organs and their texts: the lung is cut in the second row, the aorta missing in two, and
     the esophagus always normal; texts of rows 1 and 6 are equal.
     """
-    organs = torch.zeros(PAIRS, 4, 12, 12, dtype=torch.int16)
+    organs = torch.zeros(PAIRS, 4, 12, 12, dtype=torch.uint8)
     for number, (y, x) in enumerate(((1, 1), (1, 7), (7, 1), (7, 7)), 1):
         organs[:, 1:3, y : y + 4, x : x + 4] = number
     organs[1, :, 1, 1] = 1
-    organs[organs == 4] *= torch.tensor([1, 1, 0, 1, 1, 0, 1], dtype=torch.int16).repeat_interleave(
+    organs[organs == 4] *= torch.tensor([1, 1, 0, 1, 1, 0, 1], dtype=torch.uint8).repeat_interleave(
         32
     )
-    batch.image_BCDHW = torch.cat([batch.image_BCDHW, organs[rows, None]], dim=1)
+    batch.organ_mask_BDHW = organs[rows]
     shift_O = torch.arange(4)[:, None] * 7
     batch.organ_ids_BOT = (batch.ids_BT[:, None] + shift_O) % 35 + 5
     batch.organ_mask_BOT = batch.mask_BT[:, None].repeat(1, 4, 1)

@@ -33,8 +33,7 @@ from medvl.data.transforms.text import (
     choose_sections,
 )
 from medvl.data.transforms.turning import mirror_labels, texts_and_names
-from medvl.data.volumes.transform import VolumeTransform
-from medvl.data.volumes.volume import AIR
+from medvl.data.volumes.transform import CutVolume, VolumeTransform
 from medvl.errors import BudgetError, ConfigError, ShardError
 from medvl.schema import Batch, FindsEntities, Inputs, Sample
 
@@ -162,10 +161,10 @@ class Item:
     """Parameters of the augmentation that is left to the device; None: the images are augmented."""
     prompt: tuple[int, ...] = ()
     """Ids of the prompt, where the system needs it."""
-    volume_CDHW: np.ndarray | None = None
-    """int16 Hounsfield units (C = 1), or uint8 RGB slices (C = 3), in place of an image; None: the
-    loader reads images.
-    """
+    volume: CutVolume | None = None
+    """None: the loader reads no volumes."""
+    slices_NCHW: np.ndarray | None = None
+    """uint8 RGB slices of a volume; None: the loader reads no slices, or one, as an image."""
     phrases: tuple[BoxedPhrase, ...] = ()
     """Where the system needs them."""
     findings: tuple[int, ...] = ()
@@ -186,12 +185,13 @@ class Views:
     regions: Regions | None = None
     prior_sections: Mapping[str, str] | None = None
     """Sections of the prior report, where the system reads it."""
-    volume_CDHW: np.ndarray | None = None
+    volume: CutVolume | None = None
+    slices_NCHW: np.ndarray | None = None
     phrases: tuple[BoxedPhrase, ...] = ()
 
 
-_NO_PIXELS = Transformed(np.zeros((0, 0, 1), np.uint8))
-"""Image of samples whose regions or volumes are read in place of pixels."""
+NO_PIXELS = Transformed(np.zeros((0, 0, 1), np.uint8))
+"""Image of samples whose regions, volumes or slices are read."""
 
 
 def sample_rng(seed: int, epoch: int, key: str, purpose: str) -> np.random.Generator:
@@ -299,28 +299,6 @@ class ItemMaker:
             self._blank, self._blank if self.inputs.second_image else None, has_image=False
         )
 
-    def region_views(self, regions: Regions | None) -> Views:
-        """Return the regions of one sample, or None for one without an image, beside an image of
-        zero pixels.
-        """
-        return Views(_NO_PIXELS, has_image=regions is not None, regions=regions)
-
-    def volume_views(self, volume_CDHW: np.ndarray | None) -> Views:
-        """Return the cut volume of one sample, or for None air without organs in place of a missing
-        one, beside an image of zero pixels.
-        """
-        has_image = volume_CDHW is not None
-        if volume_CDHW is None:
-            assert isinstance(self.image, VolumeTransform), "volumes have a transform of volumes"
-            channels = [AIR, 0] if self.image.organs else [AIR]
-            volume_CDHW = np.stack([np.full(self.image.size, each, np.int16) for each in channels])
-        return Views(_NO_PIXELS, has_image=has_image, volume_CDHW=volume_CDHW)
-
-    def slice_views(self, key: str, slices_NHWC: np.ndarray) -> Views:
-        """Return each slice of a volume by the transform of images."""
-        images = [self.views(key, pixels, 0).image.image_HWC for pixels in slices_NHWC]
-        return Views(_NO_PIXELS, volume_CDHW=np.stack(images).transpose(3, 0, 1, 2))
-
     def _transform(self, sample: Sample | None = None) -> BuiltTransform:
         image = self.image
         assert not isinstance(image, VolumeTransform), "volumes are cut, not transformed"
@@ -358,7 +336,8 @@ class ItemMaker:
             self._statements(sample, views, epoch) if self.inputs.statements else (),
             stack_views(views.image, views.second, views.prior, views.other),
             self._prompt(sample, views),
-            views.volume_CDHW,
+            views.volume,
+            views.slices_NCHW,
             tuple(each._replace(text=self._as_image(each.text, views)) for each in views.phrases),
             report_findings(sample) if self.inputs.denied_text else (),
             organ_texts(sample, self.text, functools.partial(self.rng, epoch, sample.key))
@@ -511,12 +490,24 @@ class Collate:
             )
         if self.inputs.regions:
             self._add_regions(batch, list(regions.values()))
-        volumes = [item.volume_CDHW for item in samples if item.volume_CDHW is not None]
-        if volumes:
-            batch.image_BCDHW = torch.from_numpy(np.stack(volumes))
+        self._add_volumes(batch, samples)
         if self.targets is not None:
             batch = self.targets.add_to(batch, [item.target for item in samples])
         return batch, skipped
+
+    def _add_volumes(self, batch: Batch, items: Sequence[Item]) -> None:
+        """Add volumes with their organs, or slices."""
+        volumes = [item.volume for item in items if item.volume is not None]
+        if volumes:
+            batch.image_BCDHW = torch.from_numpy(np.stack([each.hu_DHW for each in volumes]))[
+                :, None
+            ]
+        organs = [each.organs_DHW for each in volumes if each.organs_DHW is not None]
+        if organs:
+            batch.organ_mask_BDHW = torch.from_numpy(np.stack(organs))
+        slices = [item.slices_NCHW for item in items if item.slices_NCHW is not None]
+        if slices:
+            batch.slices_BNCHW = torch.from_numpy(np.stack(slices))
 
     def _add_regions(self, batch: Batch, regions: Sequence[Regions | None]) -> None:
         """Add the regions of the batch's images, padded with zeros to the largest number of

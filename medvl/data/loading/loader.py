@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from medvl.common.ranks import check_ranks
@@ -31,12 +32,15 @@ from medvl.data.loading.collate import (
     Views,
 )
 from medvl.data.loading.readers import (
-    DRAWN,
     MEMORY,
+    ImageReader,
+    Reader,
+    RegionReader,
+    SliceReader,
+    VolumeReader,
     check_volumes,
-    cut_volume,
     limited_workers,
-    read_slices,
+    read_pixels,
 )
 from medvl.data.loading.sampler import AllEpochs, BatchSampler, TrainSampler, batch_sampler
 from medvl.data.loading.sources import (
@@ -48,7 +52,6 @@ from medvl.data.loading.sources import (
 from medvl.data.loading.studies import (
     NO_PRIOR,
     ScanSource,
-    StudySource,
     by_study,
     prior_positions,
 )
@@ -78,44 +81,31 @@ _PREFETCHED = 4
 class SampleDataset(Dataset[Item | SkippedSample]):
     """Items of a source, indexed by (epoch, position); runs in the loader's workers.
 
-    With `keep_imageless`, samples without an image get placeholder pixels; otherwise they are
-    skipped. With `draws_views`, the two images of a study are drawn anew in each epoch. `slices` is
-    None for images; for volumes the slices that a transform of images reads, or `DRAWN`.
+    `reader` reads what the batch shows of each sample. With `keep_imageless`, samples without an
+    image get placeholder pixels; otherwise they are skipped. `prior_N` has the positions of prior
+    samples, for models that read them.
     """
 
     def __init__(
         self,
         source: Source,
         maker: ItemMaker,
-        color: bool,
+        reader: Reader,
         image_keys: Sequence[str] | None,
-        keep_imageless: bool = True,
-        draws_views: bool = False,
-        slices: int | None = None,
+        keep_imageless: bool,
+        prior_N: NDArray[np.int64] | None,
+        scans: ScanSource | None,
     ) -> None:
         self.source = source
         self.maker = maker
-        self.color = color
+        self.reader = reader
         self.image_keys = image_keys
         self.keep_imageless = keep_imageless
-        self._draws_views = draws_views
-        prompt = maker.inputs.prompt
-        self._reads_prior = prompt is not None and prompt.reads_prior
-        self._prior_pixels = getattr(source, "prior_pixels", None)
-        needs_prior = maker.inputs.prior_image and self._prior_pixels is None
-        self._prior_N = prior_positions(source) if needs_prior or self._reads_prior else None
-        if self._prior_N is not None and (self._prior_N == NO_PRIOR).all():
-            message = (
-                "no sample has a prior image: convert a corpus that has the order of a "
-                "patient's studies"
-            )
-            raise ConfigError(message, "unsupported", field="prior_image")
+        self._reads_prior = _reads_prior(maker.inputs)
+        self._prior_N = prior_N
         self._last: tuple[tuple[int, str], Views] | None = None
         self._is_remote = is_remote(source)
-        self.slices = slices
-        self._scans: ScanSource | None = None
-        if isinstance(source, ScanSource):
-            self._scans, self.source = source, source.source
+        self._scans = scans
 
     def __getitem__(self, place: tuple[int, int]) -> Item | SkippedSample:
         return self._items([place])[0]
@@ -181,11 +171,8 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         if self.image_keys is not None and self._last is not None and self._last[0] == (epoch, key):
             return self._last[1]
         try:
-            image = (
-                self._region_views(position)
-                if self.maker.inputs.regions
-                else self._views(epoch, position, key, sample)
-            )
+            stored = self.reader.read(epoch, position, key, sample)
+            image = self.reader.views(epoch, key, sample, stored)
             if not image.has_image and not self.keep_imageless:
                 return SkippedSample(sample.key, NO_IMAGE)
         except (ImageError, DicomError) as error:
@@ -196,70 +183,6 @@ class SampleDataset(Dataset[Item | SkippedSample]):
             return SkippedSample(sample.key, "image_missing")
         self._last = None if self.image_keys is None else ((epoch, key), image)
         return image
-
-    def _views(self, epoch: int, position: int, key: str, sample: Sample) -> Views:
-        if self.slices is not None:
-            return self._volume_views(epoch, position, key, sample, self.slices)
-        pixels, other = self._pixels_of_study(epoch, position, key)
-        if pixels is None:
-            return self.maker.placeholder(self.color)
-        prior = self._prior(position) if self.maker.inputs.prior_image else None
-        return self.maker.views(key, pixels, epoch, prior, sample, other)
-
-    def _prior(self, position: int) -> np.ndarray | None:
-        """Return the decoded prior image, None where the sample has none."""
-        if self._prior_pixels is not None:
-            pixels: np.ndarray | None = self._prior_pixels(position, self.color)
-            return pixels
-        prior = NO_PRIOR if self._prior_N is None else int(self._prior_N[position])
-        return None if prior == NO_PRIOR else self._pixels(prior)
-
-    def _volume_views(
-        self, epoch: int, position: int, key: str, sample: Sample, slices: int
-    ) -> Views:
-        """Return the cut of a volume, or for a transform of images its slices: in training one that
-        is drawn, else the middle one as an image, or several in a stack.
-        """
-        image = self.maker.image
-        rng = self.maker.rng(epoch, key, "slice")
-        if isinstance(image, VolumeTransform):
-            rng = self.maker.rng(epoch, key, "image")
-            return self.maker.volume_views(cut_volume(self.source, position, sample, image, rng))
-        drawn = rng if slices == DRAWN else None
-        found = read_slices(self.source, position, sample, max(1, slices), drawn)
-        if found is None:
-            return self.maker.placeholder(color=True)
-        if slices > 1:
-            return self.maker.slice_views(key, found)
-        return self.maker.views(key, found[0], epoch, None, sample)
-
-    def _pixels_of_study(
-        self, epoch: int, position: int, key: str
-    ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Return the decoded image, and another one of its study where the system needs one."""
-        if not isinstance(self.source, StudySource):
-            return self._pixels(position), None
-        rng = self.maker.rng(epoch, key, "views") if self._draws_views else None
-        return self.source.two_images(position, self.color, rng)
-
-    def _region_views(self, position: int) -> Views:
-        """Return the regions of the image; its pixels are not decoded."""
-        source: Any = self.source
-        try:
-            return self.maker.region_views(source.regions(position))
-        except ImageError as error:
-            if error.code != NO_IMAGE:
-                raise
-            return self.maker.region_views(None)
-
-    def _pixels(self, position: int) -> np.ndarray | None:
-        """Return the decoded image, None where the sample has none."""
-        try:
-            return self.source.pixels(position, self.color)
-        except ImageError as error:
-            if error.code != NO_IMAGE:
-                raise
-            return None
 
     def _item(
         self,
@@ -336,8 +259,8 @@ class Loader:
     @property
     def slices(self) -> int | None:
         """Slices of each volume that a transform of images reads; None for images."""
-        slices: int | None = getattr(self.samples, "slices", None)
-        return slices
+        reader = getattr(self.samples, "reader", None)
+        return reader.count if isinstance(reader, SliceReader) else None
 
     @property
     def skipped(self) -> Counter[str]:
@@ -480,7 +403,7 @@ def open_loader(
         memory: bytes of the volumes that workers prefetch; fewer workers are used where they would
             need more.
         slices: axial slices of a volume that an `ImageTransform` reads in evaluation, in RGB by
-            three windows: the middle one as an image, or several as `Batch.image_BCDHW`. In
+            three windows: the middle one as an image, or several as `Batch.slices_BNCHW`. In
             training, one is drawn.
 
     Raises:
@@ -504,13 +427,28 @@ def open_loader(
     if has_volumes and isinstance(image, VolumeTransform):
         rows = batch // world if train else batch
         workers, prefetch = limited_workers(workers, prefetch, rows * image.bytes, memory)
-        slices = 1
-    of_volumes = (DRAWN if train else slices) if has_volumes else None
     maker = ItemMaker(image, text, source.label_names, seed, inputs, targets)
-    color = has_color(source) if color is None else color
+    prior_N = _priors(source, maker.inputs)
+    scans = source if isinstance(source, ScanSource) else None
+    read_source = source if scans is None else scans.source
+    reader: Reader
+    if has_volumes and isinstance(image, VolumeTransform):
+        reader = VolumeReader(read_source, maker, image)
+    elif has_volumes:
+        reader = SliceReader(read_source, maker, 1 if train else max(1, slices), draws=train)
+    elif maker.inputs.regions:
+        reader = RegionReader(read_source)
+    else:
+        color = has_color(source) if color is None else color
+        reader = ImageReader(
+            read_source,
+            maker,
+            color,
+            _prior_reader(source, prior_N, color) if maker.inputs.prior_image else None,
+            draws_views=train and maker.inputs.drawn_view,
+        )
     keep = train if keep_imageless is None else keep_imageless
-    draws_views = train and maker.inputs.drawn_view
-    samples = SampleDataset(source, maker, color, shared, keep, draws_views, of_volumes)
+    samples = SampleDataset(read_source, maker, reader, shared, keep, prior_N, scans)
     collate = Collate(tokenizer, maker.inputs, maker.targets)
     return Loader(
         source,
@@ -522,6 +460,44 @@ def open_loader(
         timeout=timeout,
         prefetch=prefetch,
     )
+
+
+def _reads_prior(inputs: Inputs) -> bool:
+    """Return whether prompts have the prior report."""
+    return inputs.prompt is not None and inputs.prompt.reads_prior
+
+
+def _priors(source: Source, inputs: Inputs) -> NDArray[np.int64] | None:
+    """Return the position of each sample's prior one, for models that read its image or report.
+
+    Raises ConfigError where no sample has one.
+    """
+    needs_image = inputs.prior_image and not hasattr(source, "prior_pixels")
+    if not needs_image and not _reads_prior(inputs):
+        return None
+    prior_N = prior_positions(source)
+    if (prior_N == NO_PRIOR).all():
+        message = (
+            "no sample has a prior image: convert a corpus that has the order of a patient's "
+            "studies"
+        )
+        raise ConfigError(message, "unsupported", field="prior_image")
+    return prior_N
+
+
+def _prior_reader(
+    source: Any, prior_N: NDArray[np.int64] | None, color: bool
+) -> Callable[[int], np.ndarray | None]:
+    """Return the function from a position to the decoded prior image, None without one."""
+    if hasattr(source, "prior_pixels"):
+        return functools.partial(source.prior_pixels, color=color)
+    assert prior_N is not None, "sources without prior images have the order of studies"
+
+    def read(position: int) -> np.ndarray | None:
+        prior = int(prior_N[position])
+        return None if prior == NO_PRIOR else read_pixels(source, prior, color)
+
+    return read
 
 
 def _check_together(together: int, image_keys: Sequence[str] | None) -> None:

@@ -6,11 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from medvl.data.loading.collate import ItemMaker, SkippedSample, Views
-from medvl.data.loading.loader import Loader
-from medvl.data.loading.readers import cut_volume, read_slices
-from medvl.data.shards.regions import Regions
-from medvl.data.volumes.transform import VolumeTransform
+from medvl.data.loading.collate import SkippedSample
+from medvl.data.loading.loader import Loader, SampleDataset
 from medvl.errors import ImageError, MedvlError
 from medvl.schema import Sample
 
@@ -55,10 +52,9 @@ def time_stages(loader: Loader, batch: int, batches: int = 2, seed: int = 0) -> 
             try:
                 _read(samples, position)
                 first = clock.lap()
-                sample = samples.source.sample(position)
-                pixels = _read(samples, position)
+                sample, stored = _read(samples, position)
                 second = clock.lap()
-                image = _views(samples.maker, sample, pixels)
+                image = samples.reader.views(0, sample.key, sample, stored)
                 augmented = clock.lap()
                 items.append(samples.maker.row(sample, image, 0, None))
             except (MedvlError, FileNotFoundError):
@@ -76,27 +72,9 @@ def time_stages(loader: Loader, batch: int, batches: int = 2, seed: int = 0) -> 
     return Stages(disk=disk, decode=decode, augmentation=augmentation, text=text)
 
 
-def _read(samples: Any, position: int) -> Regions | np.ndarray | None:
-    if isinstance(samples.maker.image, VolumeTransform):
-        sample = samples.source.sample(position)
-        return cut_volume(samples.source, position, sample, samples.maker.image)
-    if samples.slices is not None:
-        slices = read_slices(samples.source, position, samples.source.sample(position))
-        return None if slices is None else slices[0]
-    if samples.maker.inputs.regions:
-        regions: Regions = samples.source.regions(position)
-        return regions
-    pixels: np.ndarray = samples.source.pixels(position, samples.color)
-    return pixels
-
-
-def _views(maker: ItemMaker, sample: Sample, stored: Regions | np.ndarray | None) -> Views:
-    if isinstance(maker.image, VolumeTransform):
-        return maker.volume_views(stored if isinstance(stored, np.ndarray) else None)
-    if isinstance(stored, Regions):
-        return maker.region_views(stored)
-    assert stored is not None, "images are read as pixels"
-    return maker.views(sample.key, stored, 0, sample=sample)
+def _read(samples: SampleDataset, position: int) -> tuple[Sample, Any]:
+    sample = samples.source.sample(position)
+    return sample, samples.reader.read(0, position, sample.key, sample)
 
 
 class _Stopwatch:

@@ -1,13 +1,17 @@
 """Readers of what a batch shows, and the memory that volumes take."""
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
+from medvl.data.loading.collate import NO_IMAGE, NO_PIXELS, ItemMaker, Views
 from medvl.data.loading.sources import Source, has_organs, has_volumes
+from medvl.data.loading.studies import StudySource
+from medvl.data.shards.regions import Regions
 from medvl.data.volumes.slices import rgb_slices
-from medvl.data.volumes.transform import Shape, VolumeTransform, stored_shape
+from medvl.data.volumes.transform import CutVolume, Shape, VolumeTransform, stored_shape
 from medvl.errors import ConfigError, ImageError, ShardError
 from medvl.schema import Inputs, Sample
 
@@ -16,8 +20,133 @@ _log = logging.getLogger(__name__)
 MEMORY = 8 << 30
 """Default bytes of the volumes that a loader's workers prefetch."""
 
-DRAWN = 0
-"""Slices of a loader that draws one of each volume."""
+
+class Reader(Protocol):
+    """What a loader reads of a sample for a batch: its image, regions, volume or slices.
+
+    `read` decodes what is stored, `views` augments it; runs in the loader's workers.
+    """
+
+    def read(self, epoch: int, position: int, key: str, sample: Sample) -> Any:
+        """Return what is stored of the sample at `position`, None where it has no image."""
+
+    def views(self, epoch: int, key: str, sample: Sample, stored: Any) -> Views:
+        """Return what `read` returned as the batch has it. `key` seeds the augmentation."""
+
+
+class ImageReader(Reader):
+    """Images, with the prior image and another one of the study where the system needs them."""
+
+    def __init__(
+        self,
+        source: Any,
+        maker: ItemMaker,
+        color: bool,
+        prior: Callable[[int], np.ndarray | None] | None,
+        *,
+        draws_views: bool,
+    ) -> None:
+        self._source = source
+        self._maker = maker
+        self._color = color
+        self._prior = prior
+        self._draws_views = draws_views
+
+    def read(self, epoch: int, position: int, key: str, sample: Sample) -> Any:
+        """Return the image, the prior one and the other one of the study; None without an image."""
+        image, other = self._of_study(epoch, position, key)
+        if image is None:
+            return None
+        return image, None if self._prior is None else self._prior(position), other
+
+    def views(self, epoch: int, key: str, sample: Sample, stored: Any) -> Views:
+        if stored is None:
+            return self._maker.placeholder(self._color)
+        image, prior, other = stored
+        return self._maker.views(key, image, epoch, prior, sample, other)
+
+    def _of_study(
+        self, epoch: int, position: int, key: str
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        if not isinstance(self._source, StudySource):
+            return read_pixels(self._source, position, self._color), None
+        rng = self._maker.rng(epoch, key, "views") if self._draws_views else None
+        return self._source.two_images(position, self._color, rng)
+
+
+def read_pixels(source: Source, position: int, color: bool) -> np.ndarray | None:
+    """Return the decoded image, None where the sample has none."""
+    try:
+        return source.pixels(position, color)
+    except ImageError as error:
+        if error.code != NO_IMAGE:
+            raise
+        return None
+
+
+class RegionReader(Reader):
+    """Regions of a detector; the pixels are not decoded."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def read(self, epoch: int, position: int, key: str, sample: Sample) -> Regions | None:
+        try:
+            regions: Regions = self._source.regions(position)
+            return regions
+        except ImageError as error:
+            if error.code != NO_IMAGE:
+                raise
+            return None
+
+    def views(self, epoch: int, key: str, sample: Sample, stored: Any) -> Views:
+        return region_views(stored)
+
+
+def region_views(regions: Regions | None) -> Views:
+    """Return the regions of one sample, None for one without an image."""
+    return Views(NO_PIXELS, has_image=regions is not None, regions=regions)
+
+
+class VolumeReader(Reader):
+    """The cut of each volume by a transform of volumes; air without organs where there is none."""
+
+    def __init__(self, source: Any, maker: ItemMaker, transform: VolumeTransform) -> None:
+        self._source = source
+        self._maker = maker
+        self._transform = transform
+
+    def read(self, epoch: int, position: int, key: str, sample: Sample) -> CutVolume | None:
+        rng = self._maker.rng(epoch, key, "image")
+        return cut_volume(self._source, position, sample, self._transform, rng)
+
+    def views(self, epoch: int, key: str, sample: Sample, stored: Any) -> Views:
+        volume = self._transform.empty() if stored is None else stored
+        return Views(NO_PIXELS, has_image=stored is not None, volume=volume)
+
+
+class SliceReader(Reader):
+    """Slices of each volume in RGB for a transform of images: one that is drawn, the middle one, or
+    several in a stack.
+    """
+
+    def __init__(self, source: Any, maker: ItemMaker, count: int, *, draws: bool) -> None:
+        self._source = source
+        self._maker = maker
+        self._draws = draws
+        self.count = count
+
+    def read(self, epoch: int, position: int, key: str, sample: Sample) -> np.ndarray | None:
+        rng = self._maker.rng(epoch, key, "slice") if self._draws else None
+        return read_slices(self._source, position, sample, self.count, rng)
+
+    def views(self, epoch: int, key: str, sample: Sample, stored: Any) -> Views:
+        if stored is None:
+            return self._maker.placeholder(color=True)
+        if self.count == 1:
+            return self._maker.views(key, stored[0], epoch, None, sample)
+        images = [self._maker.views(key, pixels, 0).image.image_HWC for pixels in stored]
+        return Views(NO_PIXELS, slices_NCHW=np.stack(images).transpose(0, 3, 1, 2))
 
 
 def check_volumes(
@@ -64,9 +193,9 @@ def cut_volume(
     sample: Sample,
     transform: VolumeTransform,
     rng: np.random.Generator | None = None,
-) -> np.ndarray | None:
-    """Return int16 (C, D, H, W) of the transform's size, None where the sample has no volume; only
-    the chunks of the cut are decoded. C is 1, or 2 with organs, which are 0 without masks.
+) -> CutVolume | None:
+    """Return the cut of the transform's size, None where the sample has no volume; only the chunks
+    of the cut are decoded. Organs are 0 without masks.
 
     Raises ShardError.
     """
@@ -76,11 +205,11 @@ def cut_volume(
     cut = transform.cut(shape, rng, _box(sample, shape) if transform.organs else None)
     volume_DHW = transform.fill(source.volume(position, cut.source[0]).hu_DHW, cut)
     if not transform.organs:
-        return volume_DHW[None]
+        return CutVolume(volume_DHW, None)
     organs_DHW = source.organs(position, cut.source[0])
     if organs_DHW is None:
-        return np.stack([volume_DHW, np.zeros_like(volume_DHW)])
-    return np.stack([volume_DHW, transform.fill(organs_DHW, cut, 0)])
+        return CutVolume(volume_DHW, np.zeros(volume_DHW.shape, np.uint8))
+    return CutVolume(volume_DHW, transform.fill(organs_DHW, cut, 0))
 
 
 def _box(sample: Sample, shape: Shape) -> list[list[int]] | None:

@@ -205,6 +205,16 @@ def prepared_organs(organs_DHW: np.ndarray, volume: Volume, options: VolumeOptio
     return organs_DHW
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class OrganVolume:
+    """A volume and the organ of each voxel."""
+
+    hu_DHW: np.ndarray
+    """int16 Hounsfield units."""
+    organs_DHW: np.ndarray
+    """uint8, the number in `ORGANS` from 1, or 0."""
+
+
 def organ_box(organs_DHW: np.ndarray) -> list[list[int]] | None:
     """Return the first voxel and the one behind the last of all organs along (z, y, x), None
     without any.

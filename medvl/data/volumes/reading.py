@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from medvl.common.untrusted import ANYWHERE, InputFolders
 from medvl.data.volumes.codec import encode_volume
 from medvl.data.volumes.dicom_series import read_dicom_series
@@ -14,6 +12,7 @@ from medvl.data.volumes.nifti import read_nifti
 from medvl.data.volumes.npz import read_npz
 from medvl.data.volumes.options import OrganLabels, VolumeFile, VolumeOptions
 from medvl.data.volumes.organs import (
+    OrganVolume,
     find_organ_masks,
     organ_box,
     prepared_organs,
@@ -80,9 +79,8 @@ def prepared(volume: Volume, options: VolumeOptions) -> Volume:
 
 def read_organ_volume(
     path: Path, masks: Path, labels: OrganLabels, options: VolumeOptions
-) -> np.ndarray:
-    """Return a volume and the organ of each voxel, int16 (2, D, H, W), with the spacing and size of
-    `options`.
+) -> OrganVolume:
+    """Return a volume and the organ of each voxel, with the spacing and size of `options`.
 
     Raises VolumeError "missing" where the folder `masks` has none of the volume, and as
     `read_volume` and `read_organs`.
@@ -97,8 +95,10 @@ def read_organ_volume(
         )
     volume = read_original(path, VolumeFile(), options, ANYWHERE)
     organs_DHW = read_organs(files, volume, VolumeFile(), labels, ANYWHERE)
-    organs_DHW = prepared_organs(organs_DHW, volume, options)
-    return np.stack([prepared(volume, options).hu_DHW, organs_DHW])
+    return OrganVolume(
+        hu_DHW=prepared(volume, options).hu_DHW,
+        organs_DHW=prepared_organs(organs_DHW, volume, options),
+    )
 
 
 class StoredVolume(NamedTuple):

@@ -13,11 +13,12 @@ import numpy as np
 
 from medvl.common.untrusted import ANYWHERE
 from medvl.data.volumes.options import OrganLabels, VolumeFile, VolumeOptions
-from medvl.data.volumes.organs import organ_box
+from medvl.data.volumes.organs import OrganVolume, organ_box
 from medvl.data.volumes.volume import AIR, Volume
 from medvl.errors import ConfigError, VolumeError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Shape = tuple[int, int, int]
@@ -38,6 +39,30 @@ class Cut(NamedTuple):
     target: tuple[slice, slice, slice]
 
 
+class CutVolume(NamedTuple):
+    """A cut of a volume."""
+
+    hu_DHW: np.ndarray
+    """int16 Hounsfield units."""
+    organs_DHW: np.ndarray | None
+    """uint8 organ of each voxel, with `VolumeTransform.organs`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class OrganVolumes:
+    """Volumes for a model with the organ of each voxel, as in a `Batch`."""
+
+    image_BCDHW: "Tensor"
+    organ_mask_BDHW: "Tensor"
+
+    def to(self, device: "torch.device | str") -> "OrganVolumes":
+        """Return the same volumes and organs on `device`."""
+        return OrganVolumes(
+            image_BCDHW=self.image_BCDHW.to(device),
+            organ_mask_BDHW=self.organ_mask_BDHW.to(device),
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VolumeTransform:
     """Crop to a size; sides that are smaller are padded with air on both ends."""
@@ -49,8 +74,8 @@ class VolumeTransform:
     sample and epoch; it stays inside of the volume. For training.
     """
     organs: bool = False
-    """Add a second channel, the organ of each voxel (`medvl.data.volumes.organs`), and centre crops
-    on the box of all organs.
+    """Add the organ of each voxel (`medvl.data.volumes.organs`), and centre crops on the box of all
+    organs.
     """
     organ_masks: Path | None = None
     """Folder of the masks of original files, with `organs`."""
@@ -81,21 +106,21 @@ class VolumeTransform:
     def bytes(self) -> int:
         """Bytes of one volume in a batch."""
         depth, height, width = self.size
-        return (4 if self.organs else 2) * depth * height * width
+        return (3 if self.organs else 2) * depth * height * width
 
     @property
     def stored(self) -> VolumeOptions:
         """Spacing and size of the shards that the model was trained on."""
         return VolumeOptions()
 
-    def __call__(self, volumes: Any) -> "Tensor":
-        """Prepare volumes for a model: return int16 (B, 1, D, H, W) of `size`, or (B, 2, D, H, W)
-        with `organs`.
+    def __call__(self, volumes: Any) -> "Tensor | OrganVolumes":
+        """Prepare volumes for a model: return int16 (B, 1, D, H, W) of `size`; with `organs`, these
+        and their organs.
 
         Args:
             volumes: one volume or a list of them: NIfTI files, folders of DICOM series, `Volume`,
-                or int16 arrays (D, H, W) of the shards' spacing; with `organs`, files, or arrays
-                (2, D, H, W).
+                or int16 arrays (D, H, W) of the shards' spacing; with `organs`, files, or
+                `OrganVolume` of the shards' spacing.
 
         Raises VolumeError, DicomError or FileNotFoundError if a volume cannot be read, ConfigError
         for an empty list.
@@ -108,19 +133,29 @@ class VolumeTransform:
                 "expected at least one volume, got an empty list", "empty", field="images"
             )
         cuts = [self._whole_cut(values) for values in map(self.read, listed)]
-        return torch.from_numpy(np.stack(cuts))
-
-    def _whole_cut(self, values: np.ndarray) -> np.ndarray:
-        """Return the cut (C, D, H, W) of what `read` returns."""
+        image_BCDHW = torch.from_numpy(np.stack([each.hu_DHW for each in cuts])[:, None])
         if not self.organs:
-            return self.fill(values, self.cut(values.shape))[None]
-        hu_DHW, organs_DHW = values
-        cut = self.cut(hu_DHW.shape, box=organ_box(organs_DHW))
-        return np.stack([self.fill(hu_DHW, cut), self.fill(organs_DHW, cut, 0)])
+            return image_BCDHW
+        masks_DHW = [each.organs_DHW for each in cuts if each.organs_DHW is not None]
+        return OrganVolumes(
+            image_BCDHW=image_BCDHW, organ_mask_BDHW=torch.from_numpy(np.stack(masks_DHW))
+        )
 
-    def read(self, volume: Any, *, frame: int | None = None) -> np.ndarray:
+    def _whole_cut(self, values: np.ndarray | OrganVolume) -> CutVolume:
+        """Return the cut of what `read` returns."""
+        if not isinstance(values, OrganVolume):
+            return CutVolume(self.fill(values, self.cut(values.shape)), None)
+        cut = self.cut(values.hu_DHW.shape, box=organ_box(values.organs_DHW))
+        return CutVolume(self.fill(values.hu_DHW, cut), self.fill(values.organs_DHW, cut, 0))
+
+    def empty(self) -> CutVolume:
+        """Return air without organs, for a sample without a volume."""
+        organs_DHW = np.zeros(self.size, np.uint8) if self.organs else None
+        return CutVolume(np.full(self.size, AIR, np.int16), organs_DHW)
+
+    def read(self, volume: Any, *, frame: int | None = None) -> np.ndarray | OrganVolume:
         """Return the values of an original volume as its shards would store them: int16 (D, H, W),
-        or (2, D, H, W) with `organs`.
+        or with `organs` an `OrganVolume`.
 
         `frame`, which transforms of images have, is not used. Raises as a call does.
         """
@@ -138,12 +173,17 @@ class VolumeTransform:
                     field="organ_masks",
                 )
             return read_organ_volume(path, self.organ_masks, self.organ_labels, self.stored)
-        axes = 4 if self.organs else 3
+        if self.organs:
+            if not isinstance(volume, OrganVolume):
+                raise VolumeError(
+                    f"expected a file or an OrganVolume, got {type(volume).__name__}",
+                    "unsupported",
+                )
+            return volume
         values = np.asarray(volume)
-        if values.ndim != axes or values.dtype != np.int16 or (self.organs and len(values) != 2):
-            shape = "and organs (2, D, H, W)" if self.organs else "(D, H, W)"
+        if values.ndim != 3 or values.dtype != np.int16:
             raise VolumeError(
-                f"expected int16 Hounsfield units {shape}, got {values.dtype} {values.shape}",
+                f"expected int16 Hounsfield units (D, H, W), got {values.dtype} {values.shape}",
                 "unsupported",
             )
         return values
@@ -212,10 +252,10 @@ class VolumeTransform:
         return Cut((source[0], source[1], source[2]), (target[0], target[1], target[2]))
 
     def fill(self, slices_DHW: np.ndarray, cut: Cut, value: int = AIR) -> np.ndarray:
-        """Return int16 (D, H, W) of `size` from a volume, or its slices `Cut.source[0]`, with
-        `value` around it.
+        """Return (D, H, W) of `size` from a volume, or its slices `Cut.source[0]`, with `value`
+        around it; of the same type.
         """
-        out_DHW = np.full(self.size, value, np.int16)
+        out_DHW = np.full(self.size, value, slices_DHW.dtype)
         if len(slices_DHW) > cut.source[0].stop - cut.source[0].start:  # of a whole volume
             slices_DHW = slices_DHW[cut.source[0]]
         out_DHW[cut.target] = slices_DHW[:, cut.source[1], cut.source[2]]

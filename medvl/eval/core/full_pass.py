@@ -261,12 +261,13 @@ def encode_batch(
     Slices of a volume are images: their vectors are averaged, and their local vectors are those of
     the volume.
     """
-    pixels = batch.pixels.to(device, non_blocking=True)
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        if batch.image_BCDHW is None or pixels.dtype != torch.uint8:
-            return model.embed_images(pixels)
-        slices = pixels.shape[2]
-        return _pool_slices(model.embed_images(pixels.transpose(1, 2).flatten(0, 1)), slices)
+        if batch.slices_BNCHW is not None:
+            slices_BNCHW = batch.slices_BNCHW.to(device, non_blocking=True)
+            embedded = model.embed_images(slices_BNCHW.flatten(0, 1))
+            return _pool_slices(embedded, slices_BNCHW.shape[1])
+        images = [each.to(device, non_blocking=True) for each in batch.embedded]
+        return model.embed_images(*images)
 
 
 def _pool_slices(embedded: Embeddings, slices: int) -> Embeddings:

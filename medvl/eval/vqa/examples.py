@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from medvl.data.annotations import Question
 from medvl.data.loading.collate import Collate, Item, ItemMaker
+from medvl.data.loading.readers import region_views
 from medvl.data.loading.sources import color_for
 from medvl.data.loading.studies import QuestionSource
 from medvl.data.transforms.image import EvalTransform
@@ -111,7 +112,7 @@ def _batches(
 def _item(maker: ItemMaker, source: QuestionSource, position: int, color: bool) -> Item:
     sample = source.sample(position)
     if maker.inputs.regions:
-        return maker.row(sample, maker.region_views(source.regions(position)), 0)
+        return maker.row(sample, region_views(source.regions(position)), 0)
     return maker(sample, source.pixels(position, color), 0)
 
 

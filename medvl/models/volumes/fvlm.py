@@ -132,18 +132,21 @@ class FVLM(VolumeDualEncoder):
             "text_head": nn.Linear(text_encoder.feature_dim, size),
         }
 
-    def organ_vectors(self, image_BCDHW: Tensor) -> tuple[Tensor, Tensor]:
+    def organ_vectors(
+        self, image_BCDHW: Tensor, organ_mask_BDHW: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the unit vector of each organ (B, O, E), and whether the image has it (B, O).
 
         Args:
-            image_BCDHW: volumes with their organs (`Batch.image_BCDHW`), or without them where the
+            image_BCDHW: volumes (`Batch.image_BCDHW`).
+            organ_mask_BDHW: organ of each voxel (`Batch.organ_mask_BDHW`), or None where the
                 model's `transform.organs` is False: then all organs attend to all patches.
 
         Raises:
             ConfigError: "missing" for volumes without the organs that the model needs.
         """
-        features = self.image_encoder(image_BCDHW[:, :1])
-        mask_BOP = self._organ_patches(image_BCDHW)
+        features = self.image_encoder(image_BCDHW)
+        mask_BOP = self._organ_patches(organ_mask_BDHW)
         every_BOP = None if mask_BOP is None else mask_BOP.repeat(1, 1, self.image_encoder.maps)
         vector_BOE, _ = self.image_head(features.patches_BPD, every_BOP)
         if mask_BOP is None:
@@ -152,9 +155,9 @@ class FVLM(VolumeDualEncoder):
             present_BO = mask_BOP.any(dim=2)
         return F.normalize(vector_BOE.float(), dim=2), present_BO
 
-    def _organ_patches(self, image_BCDHW: Tensor) -> Tensor | None:
+    def _organ_patches(self, organ_mask_BDHW: Tensor | None) -> Tensor | None:
         """Return the patches with a voxel of each organ (B, O, P), None for all patches."""
-        if image_BCDHW.shape[1] == 1:
+        if organ_mask_BDHW is None:
             if getattr(self.transform, "organs", False):
                 raise ConfigError(
                     "expected volumes with the organ of each voxel, got volumes alone; convert "
@@ -164,7 +167,7 @@ class FVLM(VolumeDualEncoder):
                 )
             return None
         depth, height, width = self.image_encoder.patch_size
-        cells = image_BCDHW[:, 1].unflatten(3, (-1, width)).unflatten(2, (-1, height))
+        cells = organ_mask_BDHW.unflatten(3, (-1, width)).unflatten(2, (-1, height))
         cells = cells.unflatten(1, (-1, depth))  # B, d, z, h, y, w, x
         found = [
             (cells == organ).any(dim=6).any(dim=4).any(dim=2).flatten(1)
@@ -172,9 +175,11 @@ class FVLM(VolumeDualEncoder):
         ]
         return torch.stack(found, dim=1)
 
-    def unnormalized_image(self, image_BCDHW: Tensor) -> Tensor:
+    def unnormalized_image(
+        self, image_BCDHW: Tensor, organ_mask_BDHW: Tensor | None = None
+    ) -> Tensor:
         """Return (B, O * E) float32, the unit vectors of organs."""
-        vector_BOE, present_BO = self.organ_vectors(image_BCDHW)
+        vector_BOE, present_BO = self.organ_vectors(image_BCDHW, organ_mask_BDHW)
         return (vector_BOE * present_BO[:, :, None]).flatten(1)
 
     def unnormalized_text(
@@ -199,9 +204,23 @@ class FVLM(VolumeDualEncoder):
         projected_NE: Tensor = self.text_head(self.text_encoder(ids_NT, mask_NT).pooled_BD)
         return F.normalize(projected_NE.float(), dim=1)
 
-    def embed_images(self, image_BCDHW: Tensor) -> Embeddings:
-        """Return images as `similarity` takes them."""
-        return Embeddings(self.unnormalized_image(image_BCDHW))
+    def encode_image(
+        self,
+        image_BCDHW: Tensor,
+        organ_mask_BDHW: Tensor | None = None,
+        *,
+        normalize: bool = True,
+    ) -> Tensor:
+        vector_BE = self.unnormalized_image(image_BCDHW, organ_mask_BDHW)
+        return F.normalize(vector_BE, dim=-1) if normalize else vector_BE
+
+    def embed_images(
+        self, image_BCDHW: Tensor, organ_mask_BDHW: Tensor | None = None
+    ) -> Embeddings:
+        """Return images as `similarity` takes them. Arguments and errors are those of
+        `organ_vectors`.
+        """
+        return Embeddings(self.unnormalized_image(image_BCDHW, organ_mask_BDHW))
 
     def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
         """Return texts as `similarity` takes them, from token ids and their mask: texts that are
@@ -213,12 +232,12 @@ class FVLM(VolumeDualEncoder):
         """Return texts as `similarity` takes them. Raises ConfigError without a tokenizer."""
         return Embeddings(self.unnormalized_text(texts))
 
-    def organ_maps(self, image_BCDHW: Tensor) -> Tensor:
+    def organ_maps(self, image_BCDHW: Tensor, organ_mask_BDHW: Tensor | None = None) -> Tensor:
         """Return (B, O, d, h, w): the share of each patch in the attention of each organ's query,
-        summed over layers.
+        summed over layers. Arguments and errors are those of `organ_vectors`.
         """
-        features = self.image_encoder(image_BCDHW[:, :1])
-        mask_BOP = self._organ_patches(image_BCDHW)
+        features = self.image_encoder(image_BCDHW)
+        mask_BOP = self._organ_patches(organ_mask_BDHW)
         maps = self.image_encoder.maps
         every_BOP = None if mask_BOP is None else mask_BOP.repeat(1, 1, maps)
         _, weights_BOP = self.image_head(features.patches_BPD, every_BOP, need_weights=True)
@@ -246,11 +265,11 @@ class FVLM(VolumeDualEncoder):
             pair_N=torch.arange(rows, device=ids_NT.device).repeat_interleave(len(ORGANS)),
             group_N=text_ids(ids_NT, mask_NT),
         )
-        image_BCDHW = volumes_of(batch)
-        vector_BOE, present_BO = self.organ_vectors(image_BCDHW)
+        organ_mask_BDHW = batch.organ_mask_BDHW
+        vector_BOE, present_BO = self.organ_vectors(volumes_of(batch), organ_mask_BDHW)
         present_BO = present_BO & has_text_N.unflatten(0, (rows, -1))
-        if image_BCDHW.shape[1] > 1:
-            present_BO &= ~cut_organs(image_BCDHW[:, 1])
+        if organ_mask_BDHW is not None:
+            present_BO &= ~cut_organs(organ_mask_BDHW)
         for has_side_B in (batch.has_image_B, batch.has_text_B):
             if has_side_B is not None:
                 present_BO &= has_side_B[:, None]
@@ -278,17 +297,17 @@ class FVLM(VolumeDualEncoder):
         return Losses.sum(**dict(zip(ORGANS, loss_O, strict=True)))
 
 
-def cut_organs(organs_BDHW: Tensor) -> Tensor:
+def cut_organs(organ_mask_BDHW: Tensor) -> Tensor:
     """Return (B, O) bool: organs with a voxel on the border, which the crop may have cut."""
     borders = torch.cat(
         [
-            organs_BDHW.select(dim, place).flatten(1)
+            organ_mask_BDHW.select(dim, place).flatten(1)
             for dim in (1, 2, 3)
-            for place in (0, organs_BDHW.shape[dim] - 1)
+            for place in (0, organ_mask_BDHW.shape[dim] - 1)
         ],
         dim=1,
     )
-    numbers_O = torch.arange(1, len(ORGANS) + 1, device=organs_BDHW.device)
+    numbers_O = torch.arange(1, len(ORGANS) + 1, device=organ_mask_BDHW.device)
     return (borders[:, None] == numbers_O[:, None]).any(dim=2)
 
 

@@ -194,12 +194,13 @@ def test_transforms_of_images_read_several_slices(folder: Path) -> None:
     batch = next(iter(loader))
     assert loader.slices == 4
     assert batch.image_BCHW.numel() == 0
-    assert volumes_of(batch).shape == (4, 3, 4, 24, 24)
-    assert volumes_of(batch).dtype == torch.uint8
+    assert batch.image_BCDHW is None
+    assert batch.slices_BNCHW.shape == (4, 4, 3, 24, 24)
+    assert batch.slices_BNCHW.dtype == torch.uint8
     for row in range(4):
         for place, pixels in enumerate(rgb_slices(source.volume(row), [2, 6, 10, 14])):
             expected = transform.build()(pixels, np.random.default_rng(0)).image_HWC
-            found = volumes_of(batch)[row, :, place].permute(1, 2, 0)
+            found = batch.slices_BNCHW[row, place].permute(1, 2, 0)
             np.testing.assert_array_equal(found.numpy(), expected)
 
 

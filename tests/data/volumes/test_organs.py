@@ -1,5 +1,6 @@
 """Organs beside volumes: masks of TotalSegmentator, shards, loader, and what is refused."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -7,6 +8,9 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
+from helpers.contrastive_systems import fvlm
 from helpers.errors import raises
 from helpers.volume_shards import volume_shards
 
@@ -28,6 +32,7 @@ from medvl.data.volumes.organs import MAP, find_organ_masks, organ_box, prepared
 from medvl.data.volumes.reading import prepared
 from medvl.data.volumes.volume import Volume
 from medvl.errors import ConfigError, CorpusError, MedvlError, ShardError, VolumeError
+from medvl.inference.answers import encode_images
 from medvl.phantom.layouts.volumes import write_nifti
 from medvl.phantom.population.volumes import sample_chest_ct
 from medvl.phantom.rendering.volumes import organ_numbers
@@ -255,11 +260,12 @@ def test_batches_have_organs_and_their_texts(home: Path) -> None:
         train=False,
         inputs=Inputs(organs=True),
     )
-    assert batch.image_BCDHW.shape == (rows, 2, 8, 24, 40)
+    assert batch.image_BCDHW.shape == (rows, 1, 8, 24, 40)
+    assert batch.organ_mask_BDHW.dtype == torch.uint8
     for row in range(rows):
         organs = source.organs(row)
         cut = transform.cut(organs.shape, box=organ_box(organs))
-        assert np.array_equal(batch.image_BCDHW[row, 1], transform.fill(organs, cut, 0))
+        assert np.array_equal(batch.organ_mask_BDHW[row], transform.fill(organs, cut, 0))
         stored = source.sample(row).extra["organs"]["texts"]
         for column, organ in enumerate(ORGANS):
             assert (
@@ -276,6 +282,27 @@ def test_batches_have_organs_and_their_texts(home: Path) -> None:
         inputs=Inputs(organs=True),
     )
     assert next(iter(drawn)).organ_ids_BOT.shape[:2] == (2, 4)
+
+
+def test_files_and_their_masks_are_embedded_as_shards(home: Path) -> None:
+    model = fvlm(tokenizer=train_wordpiece(["There is no lung nodule."] * 3), vocab_size=None)
+    file = next((home / "ct").glob("**/train_1_*.nii.gz"))
+    model.transform = dataclasses.replace(
+        model.eval().transform, organ_masks=home / "ct" / "organ_masks"
+    )
+    image_BCDHW = VolumeTransform(size=model.transform.size)(file)
+    organs = model.transform.read(file)
+    cut = model.transform(organs)
+    assert cut.image_BCDHW.shape == image_BCDHW.shape
+    assert cut.organ_mask_BDHW.dtype == torch.uint8
+    with torch.no_grad():
+        expected = model.embed_images(cut.image_BCDHW, cut.organ_mask_BDHW)
+        found = encode_images(model, model.transform([file]))
+    assert torch.equal(found.global_NE, expected.global_NE)
+    assert torch.equal(model.encode_image(cut.image_BCDHW, cut.organ_mask_BDHW), F.normalize(
+        expected.global_NE))  # fmt: skip
+    with raises(VolumeError, "unsupported"):
+        model.transform(organs.hu_DHW)
 
 
 def test_shards_without_organs_are_refused_by_a_loader_that_needs_them(tmp_path: Path) -> None:

@@ -157,4 +157,4 @@ def test_maps_of_the_boxes_themselves_are_inside(
 def test_patches_outside_of_the_space_of_texts_are_refused() -> None:
     """Of fVLM, whose organs read patches through queries of their own."""
     with raises(EvaluationError, "unsupported", "model"):
-        embed_volume_patches(fvlm(), torch.zeros(1, 2, *SHAPE, dtype=torch.int16))
+        embed_volume_patches(fvlm(), torch.zeros(1, 1, *SHAPE, dtype=torch.int16))

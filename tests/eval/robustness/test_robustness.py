@@ -403,8 +403,8 @@ def test_scores_are_those_of_each_pair_alone(name: str) -> None:
     image_BCHW = torch.randint(0, 256, (2, 1, FUSION_SIDE, FUSION_SIDE), dtype=torch.uint8)
     batch: Any = SimpleNamespace(
         image_BCHW=image_BCHW,
-        image_BCDHW=None,
-        pixels=image_BCHW,
+        slices_BNCHW=None,
+        embedded=(image_BCHW,),
         has_image_B=None,
         to=lambda *_, **__: batch,
     )

@@ -27,7 +27,7 @@ def test_the_loss_is_the_formula() -> None:
     """Of whole organs of all layers, row by row; the third organ is normal in all rows."""
     model = fvlm().eval()
     batch = make_batch("fvlm")
-    volumes, organs = batch.image_BCDHW[:, :1], batch.image_BCDHW[:, 1]
+    volumes, organs = batch.image_BCDHW, batch.organ_mask_BDHW
     patches = model.image_encoder(volumes).patches_BPD.unflatten(1, (3, -1))
     head = model.image_head
     expected = 0
@@ -67,7 +67,7 @@ def test_every_parameter_of_a_trained_organ_learns() -> None:
 
 
 def test_organs_on_the_border_are_cut() -> None:
-    organs = torch.zeros(3, 4, 5, 6, dtype=torch.int16)
+    organs = torch.zeros(3, 4, 5, 6, dtype=torch.uint8)
     organs[0, 1:3, 1:4, 1:5] = 1
     organs[1, 3, 2, 2] = 2
     organs[2, 1, 1, 0], organs[2, 2, 4, 2] = 3, 4
@@ -82,8 +82,8 @@ def test_a_text_is_compared_with_the_organs_that_it_names() -> None:
     model = of_words()
     batch = make_batch("fvlm")
     with torch.no_grad():
-        images = model.embed_images(batch.image_BCDHW)
-        vectors, present = model.organ_vectors(batch.image_BCDHW)
+        images = model.embed_images(batch.image_BCDHW, batch.organ_mask_BDHW)
+        vectors, present = model.organ_vectors(batch.image_BCDHW, batch.organ_mask_BDHW)
         texts = ["The heart is enlarged.", "The heart is normal. The aorta is calcified.", "normal"]
         found = model.similarity(images, texts)
         parts = [[None, texts[0], None, None], [None, "The heart is normal.", None,
@@ -103,11 +103,11 @@ def test_a_text_is_compared_with_the_organs_that_it_names() -> None:
 
 def test_maps_are_shares_within_the_organ() -> None:
     model = fvlm().eval()
-    image = make_batch("fvlm").image_BCDHW
+    batch = make_batch("fvlm")
     with torch.no_grad():
-        maps = model.organ_maps(image)
+        maps = model.organ_maps(batch.image_BCDHW, batch.organ_mask_BDHW)
     assert maps.shape == (7, 4, 2, 3, 3)
-    inside = model._organ_patches(image).unflatten(2, (2, 3, 3))
+    inside = model._organ_patches(batch.organ_mask_BDHW).unflatten(2, (2, 3, 3))
     assert not maps[~inside].any()
     total = maps.sum(dim=(2, 3, 4))
     torch.testing.assert_close(total, inside.any(dim=4).any(dim=3).any(dim=2).float())
@@ -115,7 +115,7 @@ def test_maps_are_shares_within_the_organ() -> None:
 
 def test_volumes_without_organs_need_a_model_that_reads_all_patches(tmp_path: Path) -> None:
     model = of_words()
-    volume = make_batch("fvlm").image_BCDHW[:, :1]
+    volume = make_batch("fvlm").image_BCDHW
     with raises(ConfigError, "missing", "organ_masks"):
         model.embed_images(volume)
     with raises(ConfigError, "missing", "organ_ids_BOT"):
