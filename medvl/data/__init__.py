@@ -201,8 +201,8 @@ if TYPE_CHECKING:
         apply_window as apply_window,
         crop_or_pad as crop_or_pad,
         resample_volume as resample_volume,
+        rgb_slices as rgb_slices,
     )
-    from medvl.data.volumes.slices import rgb_slices as rgb_slices
     from medvl.data.volumes.transform import VolumeTransform as VolumeTransform
     from medvl.data.volumes.volume import (
         Volume as Volume,

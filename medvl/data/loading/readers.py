@@ -10,7 +10,7 @@ from medvl.data.loading.collate import NO_IMAGE, NO_PIXELS, ItemMaker, Views
 from medvl.data.loading.sources import Source, has_organs, has_volumes
 from medvl.data.loading.studies import StudySource
 from medvl.data.shards.regions import Regions
-from medvl.data.volumes.slices import rgb_slices
+from medvl.data.volumes.resampling import rgb_slices
 from medvl.data.volumes.transform import CutVolume, Shape, VolumeTransform, stored_shape
 from medvl.errors import ConfigError, ImageError, ShardError
 from medvl.schema import Inputs, Sample

@@ -19,8 +19,7 @@ from medvl.data.shards.regions import NO_REGIONS, RegionManifest, RegionReader, 
 from medvl.data.storage.cache import Cache
 from medvl.data.storage.location import Location, RemotePath, locate
 from medvl.data.storage.tars import FolderFiles, open_tars
-from medvl.data.volumes.codec import decode_volume, read_volume_header
-from medvl.data.volumes.stored import stored_volume
+from medvl.data.volumes.codec import decode_volume, read_volume_header, stored_volume
 from medvl.data.volumes.transform import stored_shape
 from medvl.data.volumes.volume import Volume
 from medvl.errors import ImageError, ShardError, VolumeError

@@ -12,11 +12,12 @@ chunk's compressed bytes) precede the chunks. Little-endian.
 import math
 import struct
 import zlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from medvl.data.volumes.volume import DEFAULT_LIMITS, VolumeLimits
+from medvl.data.volumes.volume import DEFAULT_LIMITS, Volume, VolumeLimits
 from medvl.errors import VolumeError
 
 CHUNK = 16
@@ -181,3 +182,34 @@ def decode_volume(
         slab = _joined(planes, header.dtype).reshape(last - first, height, width)
         out_DHW[low - start : high - start] = slab[low - first : high - first]
     return out_DHW
+
+
+ORIENTATION = "LPS"
+"""Axes (z, y, x) to the head, the back and the left, in DICOM's letters for x, y and z."""
+
+
+def volume_fields(volume: Volume) -> dict[str, Any]:
+    """Return the fields of `Sample.extra` that describe a stored volume."""
+    return {
+        "spacing_mm": [round(step, 6) for step in volume.spacing],
+        "shape": list(volume.hu_DHW.shape),
+        "orientation": ORIENTATION,
+        "modality": volume.modality,
+    }
+
+
+def stored_volume(values: np.ndarray, extra: Mapping[str, Any]) -> Volume:
+    """Return a decoded volume with the spacing and modality of its sample.
+
+    Raises ValueError where the sample has no spacing of three numbers.
+    """
+    spacing = [float(step) for step in extra.get("spacing_mm") or ()]
+    if len(spacing) != 3:
+        raise ValueError("a volume without spacing_mm")
+    modality = extra.get("modality")
+    return Volume(
+        hu_DHW=values,
+        spacing=(spacing[0], spacing[1], spacing[2]),
+        modality=modality if isinstance(modality, str) else None,
+        is_hounsfield=modality == "CT",
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from medvl.common.untrusted import ANYWHERE, InputFolders
-from medvl.data.volumes.codec import encode_volume
+from medvl.data.volumes.codec import encode_volume, volume_fields
 from medvl.data.volumes.dicom_series import read_dicom_series
 from medvl.data.volumes.nifti import read_nifti
 from medvl.data.volumes.npz import read_npz
@@ -20,7 +20,6 @@ from medvl.data.volumes.organs import (
     volume_name,
 )
 from medvl.data.volumes.resampling import crop_or_pad, resample_volume
-from medvl.data.volumes.stored import volume_fields
 from medvl.data.volumes.volume import Volume, check_hounsfield
 from medvl.errors import VolumeError
 

@@ -26,7 +26,7 @@ Shape letters: N items, L findings, R resamples.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -55,7 +55,6 @@ from medvl.eval.grounding.heatmaps import (
     region_mask,
     stored_boxes,
 )
-from medvl.eval.grounding.places import MeanPlaces
 from medvl.models import DualEncoder
 from medvl.models.base import evaluating
 from medvl.schema import Batch, Sample
@@ -296,6 +295,47 @@ def _random_items(
     rng = np.random.default_rng(seed)
     chosen = [(items, rng.permutation(len(items))[:count]) for _, items in sorted(by_label.items())]
     return {items[index] for items, indices in chosen for index in indices.tolist()}
+
+
+_CELLS = 128
+"""Rows and columns into which an image is divided."""
+
+
+class MeanPlaces:
+    """The places that most boxes of each finding cover.
+
+    Args:
+        samples: images with phrases and their boxes.
+
+    Raises EvaluationError if no phrase has a box.
+    """
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        covers: dict[str | None, NDArray[np.int64]] = {}
+        for sample in samples:
+            for phrase in phrases_of(sample):
+                if not phrase.boxes:
+                    continue
+                boxes = stored_boxes(phrase, sample, (_CELLS, _CELLS))
+                inside_HW = region_mask(boxes, _CELLS, _CELLS)
+                for label in (phrase.label, None):
+                    covers[label] = covers.get(label, 0) + inside_HW.astype(np.int64)
+        if not covers:
+            message = "no phrase of the validation images has a box: give other shards as valid"
+            raise EvaluationError(message, "empty", field="valid")
+        self._places = {
+            label: np.argwhere(cover_HW == cover_HW.max()) for label, cover_HW in covers.items()
+        }
+
+    def pointing_game(self, label: str, inside_HW: NDArray[np.bool_]) -> float:
+        """Return whether the place of a finding is inside of the boxes of an image; a finding
+        without boxes has the place of all findings.
+
+        Places of equal cover count by the share of them that is inside.
+        """
+        place_C2 = self._places.get(label, self._places[None])
+        pixel_C2 = ((place_C2 + 0.5) / _CELLS * inside_HW.shape).astype(np.int64)
+        return float(inside_HW[pixel_C2[:, 0], pixel_C2[:, 1]].mean())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import train_words
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
-from medvl.data.volumes.resampling import crop_or_pad
-from medvl.data.volumes.slices import rgb_slices
+from medvl.data.volumes.resampling import crop_or_pad, rgb_slices
 from medvl.data.volumes.transform import VolumeTransform
 from medvl.errors import BudgetError, ConfigError, ShardError
 from medvl.schema import Batch, Inputs

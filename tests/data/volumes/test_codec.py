@@ -10,7 +10,7 @@ from helpers.errors import raises
 from helpers.volume_files import canonical
 
 from medvl.data.volumes.codec import decode_volume, encode_volume, read_volume_header
-from medvl.data.volumes.slices import rgb_slices
+from medvl.data.volumes.resampling import rgb_slices
 from medvl.data.volumes.volume import Volume, VolumeLimits
 from medvl.errors import ConfigError, VolumeError
 
