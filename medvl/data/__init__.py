@@ -79,11 +79,11 @@ if TYPE_CHECKING:
         save_embeddings as save_embeddings,
         train_transe as train_transe,
     )
-    from medvl.data.loading.collate import sample_rng as sample_rng
     from medvl.data.loading.dense_targets import (
         DenseBatch as DenseBatch,
         DenseTargets as DenseTargets,
     )
+    from medvl.data.loading.items import sample_rng as sample_rng
     from medvl.data.loading.loader import Loader as Loader, open_loader as open_loader
     from medvl.data.loading.sources import (
         ChangeLabels as ChangeLabels,

@@ -15,7 +15,7 @@ import torch
 import medvl
 from medvl.data import KnowledgeGraph, TransEConfig, save_embeddings, write_knowledge
 from medvl.data.knowledge.transe import TransE
-from medvl.data.loading.altered_texts import add_altered, alter_texts
+from medvl.data.loading.collate import add_altered, alter_texts
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.schema import Batch, Inputs

@@ -1,40 +1,24 @@
-"""Building a batch from stored samples: the parts that all loaders share."""
+"""Batches of items, and the limit on samples that are left out: the parts that all loaders share."""
 
-import dataclasses
-import functools
-import hashlib
 import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from medvl.data.loading.altered_texts import add_altered, alter_texts, report_findings
-from medvl.data.loading.boxed_phrases import BoxedPhrase, boxed_phrases, stack_phrases
-from medvl.data.loading.organ_texts import OrganText, add_organ_texts, organ_texts
+from medvl.data.loading.boxed_phrases import stack_phrases
+from medvl.data.loading.items import NO_IMAGE, Item, OrganText, SkippedSample
 from medvl.data.reports.cleaning import swap_laterality
 from medvl.data.reports.sentences import sentence_spans
-from medvl.data.shards.format import label_row
 from medvl.data.shards.regions import Regions
 from medvl.data.tokenizer.tokenizer import Tokenizer, pad_rows as pad_ids, row_mask
-from medvl.data.transforms.device import stack_samples, stack_views
-from medvl.data.transforms.image import BuiltTransform, ImageTransform, ReadsTexts, Transformed
-from medvl.data.transforms.text import (
-    REPORT_SECTIONS,
-    SamplePolicy,
-    Statements,
-    TextPair,
-    TextPolicy,
-    choose_sections,
-)
-from medvl.data.transforms.turning import mirror_labels, texts_and_names
-from medvl.data.volumes.transform import CutVolume, VolumeTransform
+from medvl.data.transforms.device import stack_samples
 from medvl.errors import BudgetError, ConfigError, ShardError
-from medvl.schema import Batch, FindsEntities, Inputs, Sample
+from medvl.schema import ORGANS, Batch, FindsEntities, Inputs
 
 if TYPE_CHECKING:
     from medvl.data.knowledge.finder import EntityLinker
@@ -44,26 +28,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-NO_IMAGE = "no_image"
-"""Reason for skipping a sample without an image, also the code of ImageError. It does not count
-as unreadable.
-"""
 NO_TEXT = "no_text"
 """Reason for skipping a sample without the text that is read. It does not count as unreadable."""
 NOT_WHERE = "where_not_met"
 """Reason for leaving out a sample that does not meet a condition. It does not count as unreadable.
 """
 _READABLE = (NO_IMAGE, NO_TEXT, NOT_WHERE)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SkippedSample:
-    """A sample that is left out of its batch: an unreadable one, or one without an image or a
-    text that is needed.
-    """
-
-    key: str
-    reason: str
 
 
 class SkipBudget:
@@ -125,292 +95,6 @@ Tokenize = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
 """Function from texts to (ids_BT, mask_BT): a `Tokenizer`, or `no_text` for models without a
 text encoder.
 """
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Item:
-    """One row of a batch."""
-
-    key: str
-    study: str
-    image_HWC: np.ndarray
-    text: str
-    labels_L: np.ndarray
-    image_key: str | None = None
-    """Equal for items that share one image. None: the item has its own image."""
-    second_image_HWC: np.ndarray | None = None
-    second_text: str | None = None
-    prior_image_HWC: np.ndarray | None = None
-    """None: the sample has no previous image, or the system needs none."""
-    other_view_HWC: np.ndarray | None = None
-    """None: the study has no other image, or the system needs none."""
-    has_image: bool = True
-    """False: the sample has no image, and its pixels are a placeholder."""
-    entities: tuple[int, ...] = ()
-    """Distinct entities in all sections, where the system needs them."""
-    regions: Regions | None = None
-    """None: the system reads pixels, or the sample has no image."""
-    target: Any = None
-    """Target that `DenseTargets` made; None without it."""
-    positions: tuple[int, ...] = ()
-    """Class of the position of each label's finding, where the system needs it."""
-    statements: tuple[str, ...] = ()
-    """All statements, where the system needs them."""
-    augmentation_VK: np.ndarray | None = None
-    """Parameters of the augmentation that is left to the device; None: the images are augmented."""
-    prompt: tuple[int, ...] = ()
-    """Ids of the prompt, where the system needs it."""
-    volume: CutVolume | None = None
-    """None: the loader reads no volumes."""
-    slices_NCHW: np.ndarray | None = None
-    """uint8 RGB slices of a volume; None: the loader reads no slices, or one, as an image."""
-    phrases: tuple[BoxedPhrase, ...] = ()
-    """Where the system needs them."""
-    findings: tuple[int, ...] = ()
-    """Values of the findings of the report, where the system reads denied texts."""
-    organs: tuple[OrganText, ...] = ()
-    """Likewise."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Views:
-    """The augmented images of one sample, or placeholders."""
-
-    image: Transformed
-    second: Transformed | None = None
-    prior: Transformed | None = None
-    other: Transformed | None = None
-    has_image: bool = True
-    regions: Regions | None = None
-    prior_sections: Mapping[str, str] | None = None
-    """Sections of the prior report, where the system reads it."""
-    volume: CutVolume | None = None
-    slices_NCHW: np.ndarray | None = None
-    phrases: tuple[BoxedPhrase, ...] = ()
-
-
-NO_PIXELS = Transformed(np.zeros((0, 0, 1), np.uint8))
-"""Image of samples whose regions, volumes or slices are read."""
-
-
-def sample_rng(seed: int, epoch: int, key: str, purpose: str) -> np.random.Generator:
-    """Return the random generator of one sample in one epoch; each purpose has an independent
-    one.
-    """
-    digest = hashlib.blake2b(f"{seed}/{epoch}/{key}/{purpose}".encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "big")))
-
-
-class ItemMaker:
-    """Image augmentation and text selection for a sample. All randomness comes from (seed, epoch,
-    key).
-
-    Second views and texts have generators of their own, so that they leave the first ones as they
-    are.
-    """
-
-    def __init__(
-        self,
-        image: ImageTransform | VolumeTransform,
-        text: TextPolicy,
-        label_names: Sequence[str],
-        seed: int,
-        inputs: Inputs | None = None,
-        targets: "DenseTargets | None" = None,
-    ) -> None:
-        self.image = image
-        self.text = text
-        self.targets = targets
-        self.label_names = tuple(label_names)
-        self.seed = seed
-        self.inputs = inputs or Inputs()
-        if self.inputs.mirrored_text and getattr(image, "flip", "off") == "plain":
-            message = (
-                "mirrored texts need images that agree with their text: use image.flip "
-                "'swap_text' or 'off'"
-            )
-            raise ConfigError(message, "conflict", field="image.flip")
-        made = targets is not None or self.inputs.boxed_phrases
-        if made and getattr(image, "on_device", False):
-            message = "boxes are moved with the augmented image: leave image.on_device unset"
-            raise ConfigError(message, "conflict", field="image.on_device")
-        # checked once: isinstance of a protocol takes as long as a tenth of the augmentation
-        self._for_texts = image.for_texts if isinstance(image, ReadsTexts) else None
-        self._of_sample = text.of_sample if isinstance(text, SamplePolicy) else None
-        self._transforms: dict[
-            str, BuiltTransform
-        ] = {}  # built in the process that uses them: they do not pickle
-        self._blank: Transformed | None = None
-
-    def __call__(self, sample: Sample, pixels: np.ndarray, epoch: int) -> Item:
-        """Return the item of one sample. `pixels` are uint8, (H, W) or (H, W, 3)."""
-        return self.row(sample, self.views(sample.key, pixels, epoch, sample=sample), epoch)
-
-    def rng(self, epoch: int, key: str, purpose: str) -> np.random.Generator:
-        """Return the random generator of one sample in one epoch (`sample_rng`)."""
-        return sample_rng(self.seed, epoch, key, purpose)
-
-    def views(
-        self,
-        key: str,
-        pixels: np.ndarray,
-        epoch: int,
-        prior: np.ndarray | None = None,
-        sample: Sample | None = None,
-        other: np.ndarray | None = None,
-    ) -> Views:
-        """Return the augmented images.
-
-        `key` seeds the augmentation, `prior` are the pixels of the previous image, `other` those of
-        another image of the study, and `sample` has the texts and names for transforms that flip an
-        image only where these allow it (`medvl.data.transforms.turning.texts_and_names`).
-        """
-        transform = self._transform(sample)
-        image = transform(pixels, self.rng(epoch, key, "image"))
-
-        def augment(pixels: np.ndarray | None, purpose: str) -> Transformed | None:
-            """Return another augmentation, flipped like `image` where the text names sides."""
-            if pixels is None:
-                return None
-            rng = self.rng(epoch, key, purpose)
-            while True:
-                augmented = transform(pixels, rng)
-                if self.image.flip != "swap_text" or augmented.flipped == image.flipped:
-                    return augmented
-
-        second = augment(pixels if self.inputs.second_image else None, "second image")
-        phrases: tuple[BoxedPhrase, ...] = ()
-        if sample is not None and self.inputs.boxed_phrases:
-            rngs = functools.partial(self.rng, epoch, key)
-            phrases = boxed_phrases(sample, pixels, transform, rngs)
-        others = augment(prior, "prior image"), augment(other, "other view")
-        return Views(image, second, *others, phrases=phrases)
-
-    def placeholder(self, color: bool) -> Views:
-        """Return black images of the transform's size, for a sample without an image."""
-        if self._blank is None:
-            pixels = np.zeros((16, 16, 3) if color else (16, 16), np.uint8)
-            example = self._transform()(pixels, sample_rng(self.seed, 0, "", "placeholder"))
-            self._blank = Transformed(
-                np.zeros_like(example.image_HWC), deferred_K=example.deferred_K
-            )
-        return Views(
-            self._blank, self._blank if self.inputs.second_image else None, has_image=False
-        )
-
-    def _transform(self, sample: Sample | None = None) -> BuiltTransform:
-        image = self.image
-        assert not isinstance(image, VolumeTransform), "volumes are cut, not transformed"
-        name = ""
-        if self._for_texts is not None:
-            image = self._for_texts(() if sample is None else texts_and_names(sample))
-            name = "" if image is self.image else repr(image)
-        if name not in self._transforms:
-            self._transforms[name] = image.build()
-        return self._transforms[name]
-
-    def row(self, sample: Sample, views: Views, epoch: int, image_key: str | None = None) -> Item:
-        """Return the item of one sample and its augmented images. Items with one `image_key`
-        share the image.
-        """
-        if isinstance(self.text, Statements):
-            sample = self.text.relabelled(sample)
-        labelled = mirror_labels(sample) if self._is_mirrored(views) else sample
-        return Item(
-            sample.key,
-            sample.study,
-            views.image.image_HWC,
-            self._text(sample, views, epoch, "text"),
-            label_row(labelled.labels, self.label_names),
-            image_key,
-            None if views.second is None else views.second.image_HWC,
-            self._text(sample, views, epoch, "second text") if self.inputs.second_text else None,
-            None if views.prior is None else views.prior.image_HWC,
-            None if views.other is None else views.other.image_HWC,
-            views.has_image,
-            self._entities(sample, views),
-            views.regions,
-            None if self.targets is None else self.targets(labelled, views.image),
-            self._positions(sample, views) if self.inputs.positions else (),
-            self._statements(sample, views, epoch) if self.inputs.statements else (),
-            stack_views(views.image, views.second, views.prior, views.other),
-            self._prompt(sample, views),
-            views.volume,
-            views.slices_NCHW,
-            tuple(each._replace(text=self._as_image(each.text, views)) for each in views.phrases),
-            report_findings(sample) if self.inputs.denied_text else (),
-            organ_texts(sample, self.text, functools.partial(self.rng, epoch, sample.key))
-            if self.inputs.organs
-            else (),
-        )
-
-    def _prompt(self, sample: Sample, views: Views) -> tuple[int, ...]:
-        """Return the ids of the sample's prompt; left and right as in the augmented image."""
-        if self.inputs.prompt is None:
-            return ()
-        own, prior = (
-            None
-            if sections is None
-            else {name: self._as_image(text, views) for name, text in sections.items()}
-            for sections in (sample.sections, views.prior_sections)
-        )
-        return tuple(self.inputs.prompt(own or {}, prior))
-
-    def _positions(self, sample: Sample, views: Views) -> tuple[int, ...]:
-        """Return the class of the position of each label's finding; left and right as in the
-        augmented image.
-        """
-        # Few systems read positions, so that most runs import no labeler.
-        from medvl.data.reports.labeler import conventions_named
-        from medvl.data.reports.statements import mirrored_positions, positions_of
-
-        named = self.text.conventions if isinstance(self.text, Statements) else "chexpert"
-        rules = conventions_named(named)
-        text = "\n\n".join(choose_sections(sample.sections, REPORT_SECTIONS))
-        positions = positions_of(text, self.label_names, rules)
-        return tuple(mirrored_positions(positions) if self._is_mirrored(views) else positions)
-
-    def _statements(self, sample: Sample, views: Views, epoch: int) -> tuple[str, ...]:
-        """Return all statements; under a policy without statements, the sample's text is its
-        only one.
-        """
-        if not isinstance(self.text, Statements):
-            text = self._text(sample, views, epoch, "text")
-            return (text,) if text.strip() else ()
-        rng = sample_rng(self.seed, epoch, sample.key, "statements")
-        return tuple(
-            self._as_image(text, views) for text in self.text.all_of(self._sections(sample), rng)
-        )
-
-    def _sections(self, sample: Sample) -> Mapping[str, str]:
-        return sample.sections if self._of_sample is None else self._of_sample(sample)
-
-    def _entities(self, sample: Sample, views: Views) -> tuple[int, ...]:
-        """Return the distinct entities of all sections, whichever of them is the item's text."""
-        finder = self.inputs.entities
-        if finder is None:
-            return ()
-        texts = [self._as_image(text, views) for text in sample.sections.values()]
-        return tuple(dict.fromkeys(entity for text in texts for _, _, entity in finder.find(text)))
-
-    def _text(self, sample: Sample, views: Views, epoch: int, purpose: str) -> str:
-        rng = sample_rng(self.seed, epoch, sample.key, purpose)
-        if purpose == "second text" and isinstance(self.text, TextPair):
-            first = self.text(sample.sections, sample_rng(self.seed, epoch, sample.key, "text"))
-            text = self.text.other(sample.sections, first, rng)
-        else:
-            text = self.text(self._sections(sample), rng)
-        return self._as_image(text, views)
-
-    def _as_image(self, text: str, views: Views) -> str:
-        """Return a text, with left and right exchanged if the image is flipped and `flip` is
-        swap_text.
-        """
-        return swap_laterality(text) if self._is_mirrored(views) else text
-
-    def _is_mirrored(self, views: Views) -> bool:
-        """Return whether left and right are exchanged in texts and names."""
-        return views.image.flipped and self.image.flip == "swap_text"
 
 
 def _entity_linker(finder: FindsEntities, tokenizer: Tokenize) -> "EntityLinker":
@@ -609,3 +293,61 @@ def stack_some(images: Sequence[np.ndarray | None], like_HWC: np.ndarray) -> tup
     blank_HWC = np.zeros_like(like_HWC)
     there_B = torch.tensor([image is not None for image in images])
     return stack([blank_HWC if image is None else image for image in images]), there_B
+
+
+def add_organ_texts(
+    batch: Batch,
+    rows: Sequence[Sequence[OrganText]],
+    tokenizer: Callable[[Sequence[str]], tuple[Tensor, Tensor]],
+) -> None:
+    """Add the tokens of the texts of each sample's organs, and which are normal."""
+    texts = [each.text for row in rows for each in row]
+    ids_NT, mask_NT = tokenizer(texts)
+    has_text_N = torch.tensor([bool(text) for text in texts])
+    sides = (len(rows), len(ORGANS))
+    batch.organ_ids_BOT = ids_NT.unflatten(0, sides)
+    batch.organ_mask_BOT = (mask_NT & has_text_N[:, None]).unflatten(0, sides)
+    batch.organ_normal_BO = torch.tensor([[each.normal for each in row] for row in rows])
+
+
+Fields = tuple[str, str, str]
+"""Fields of a batch: ids, mask, and whether the exchange alters the text."""
+
+
+_MIRRORED: Fields = ("mirrored_ids_BT", "mirrored_mask_BT", "has_mirror_B")
+
+
+_DENIED: Fields = ("denied_ids_BT", "denied_mask_BT", "has_denial_B")
+
+
+def alter_texts(texts: Sequence[str], inputs: Inputs) -> dict[Fields, list[str]]:
+    """Return the altered texts that a system needs, by their fields of the batch."""
+    altered = {}
+    if inputs.mirrored_text:
+        altered[_MIRRORED] = [swap_laterality(text) for text in texts]
+    if inputs.denied_text:
+        # Few systems read denials, so that most runs import no labeler.
+        from medvl.data.reports.denials import turn_findings
+
+        altered[_DENIED] = [turn_findings(text).text for text in texts]
+    return altered
+
+
+def add_altered(
+    batch: Batch, altered: Mapping[Fields, Sequence[str]], ids_NT: Tensor, mask_NT: Tensor
+) -> None:
+    """Add altered texts to a batch, of which `ids_NT` and `mask_NT` are the tokens, one kind after
+    another.
+    """
+    rows = len(batch)
+    for kind, (fields, texts) in enumerate(altered.items()):
+        part = slice(kind * rows, (kind + 1) * rows)
+        differs = [own != other for own, other in zip(batch.texts, texts, strict=True)]
+        values = (ids_NT[part], mask_NT[part], torch.tensor(differs))
+        for field, value in zip(fields, values, strict=True):
+            setattr(batch, field, value)
+        if fields == _DENIED:
+            from medvl.data.reports.denials import turn_findings
+
+            turned = [turn_findings(text).turned for text in batch.texts]
+            batch.turned_BL = torch.tensor(turned, dtype=torch.int8)

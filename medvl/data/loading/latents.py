@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from medvl.common.ranks import check_ranks
-from medvl.data.loading.collate import SkippedSample
+from medvl.data.loading.items import SkippedSample
 from medvl.data.loading.loader import Loader, check_settings
 from medvl.data.loading.sampler import batch_sampler
 from medvl.errors import ShardError

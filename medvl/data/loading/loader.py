@@ -21,16 +21,8 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from medvl.common.ranks import check_ranks
-from medvl.data.loading.collate import (
-    NO_IMAGE,
-    Collate,
-    Item,
-    ItemMaker,
-    SkipBudget,
-    SkippedSample,
-    Tokenize,
-    Views,
-)
+from medvl.data.loading.collate import Collate, SkipBudget, Tokenize
+from medvl.data.loading.items import NO_IMAGE, Item, ItemMaker, SkippedSample, Views
 from medvl.data.loading.readers import (
     MEMORY,
     ImageReader,

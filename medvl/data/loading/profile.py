@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from medvl.data.loading.collate import SkippedSample
+from medvl.data.loading.items import SkippedSample
 from medvl.data.loading.loader import Loader, SampleDataset
 from medvl.errors import ImageError, MedvlError
 from medvl.schema import Sample

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from medvl.data.loading.collate import NO_IMAGE, NO_PIXELS, ItemMaker, Views
+from medvl.data.loading.items import NO_IMAGE, NO_PIXELS, ItemMaker, Views
 from medvl.data.loading.sources import Source, has_organs, has_volumes
 from medvl.data.loading.studies import StudySource
 from medvl.data.shards.regions import Regions

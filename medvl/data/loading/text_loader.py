@@ -10,7 +10,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from medvl.common.ranks import check_ranks
-from medvl.data.loading.collate import NO_TEXT, SkippedSample, sample_rng
+from medvl.data.loading.collate import NO_TEXT
+from medvl.data.loading.items import SkippedSample, sample_rng
 from medvl.data.loading.loader import Loader, check_settings
 from medvl.data.loading.sampler import batch_sampler
 from medvl.data.loading.sources import Source

@@ -22,15 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from medvl.common.ranks import check_ranks
 from medvl.data.images.codecs import decode_image, exif_orientation, make_upright
-from medvl.data.loading.collate import (
-    NOT_WHERE,
-    Collate,
-    Item,
-    ItemMaker,
-    SkipBudget,
-    SkippedSample,
-    Tokenize,
-)
+from medvl.data.loading.collate import NOT_WHERE, Collate, SkipBudget, Tokenize
+from medvl.data.loading.items import Item, ItemMaker, SkippedSample
 from medvl.data.loading.loader import check_identity
 from medvl.data.loading.workers import TIMEOUT, init_worker, with_worker_errors
 from medvl.data.reports.cleaning import first_text

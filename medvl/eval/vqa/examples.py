@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from medvl.data.annotations import Question
-from medvl.data.loading.collate import Collate, Item, ItemMaker
+from medvl.data.loading.collate import Collate
+from medvl.data.loading.items import Item, ItemMaker
 from medvl.data.loading.readers import region_views
 from medvl.data.loading.sources import color_for
 from medvl.data.loading.studies import QuestionSource

@@ -12,7 +12,8 @@ from helpers.errors import raises
 from helpers.vocabularies import write_byte_level
 
 from medvl.data import EntityFinder, EntityLinker, WholeText, load_tokenizer, train_wordpiece
-from medvl.data.loading.collate import Collate, ItemMaker
+from medvl.data.loading.collate import Collate
+from medvl.data.loading.items import ItemMaker
 from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError
 from medvl.schema import Inputs, Sample

@@ -20,7 +20,7 @@ from helpers.shard_plans import make_plan
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.images.codecs import encode_png
-from medvl.data.loading.collate import sample_rng
+from medvl.data.loading.items import sample_rng
 from medvl.data.loading.loader import Loader, open_loader
 from medvl.data.loading.sampler import TrainSampler
 from medvl.data.loading.sources import FileSource

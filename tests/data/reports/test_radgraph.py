@@ -13,7 +13,7 @@ from helpers.errors import raises
 
 from medvl.cli.main import main
 from medvl.data import ConVIRTAugmentation, Statements
-from medvl.data.loading.collate import ItemMaker
+from medvl.data.loading.items import ItemMaker
 from medvl.data.privacy import Deidentifier
 from medvl.data.reports.statements import (
     PLACES,

@@ -18,7 +18,8 @@ from medvl.data import (
     swap_laterality,
     train_wordpiece,
 )
-from medvl.data.loading.collate import Collate, ItemMaker
+from medvl.data.loading.collate import Collate
+from medvl.data.loading.items import ItemMaker
 from medvl.data.reports.sentences import split_sentences
 from medvl.data.reports.statements import read_statements, statement, statements_of
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform

@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.loading.collate import Collate, ItemMaker
+from medvl.data.loading.collate import Collate
 from medvl.data.loading.dense_targets import DenseTargets
+from medvl.data.loading.items import ItemMaker
 from medvl.data.loading.loader import Loader, open_loader
 from medvl.data.loading.sources import no_text
 from medvl.data.privacy import Deidentifier

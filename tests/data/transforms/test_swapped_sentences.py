@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.errors import raises
 
-from medvl.data.loading.collate import sample_rng
+from medvl.data.loading.items import sample_rng
 from medvl.data.reports.sentences import sentence_spans, split_sentences
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.text import ShuffledSentences, SwappedSentences

@@ -16,7 +16,8 @@ import medvl
 from medvl import losses
 from medvl.data import ConVIRTAugmentation, WholeText
 from medvl.data.loading.boxed_phrases import CELLS, MOST
-from medvl.data.loading.collate import Collate, ItemMaker
+from medvl.data.loading.collate import Collate
+from medvl.data.loading.items import ItemMaker
 from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError
 from medvl.models import GLoRIAConfig

@@ -14,7 +14,8 @@ from helpers.learning import fit
 from torch import Tensor
 
 import medvl
-from medvl.data.loading.collate import Collate, Item
+from medvl.data.loading.collate import Collate
+from medvl.data.loading.items import Item
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.errors import ConfigError
 from medvl.eval.grounding.heatmaps import choose_maps, phrase_maps

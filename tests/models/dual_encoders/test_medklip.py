@@ -17,7 +17,8 @@ from helpers.published import shapes_of
 
 import medvl
 from medvl.data import ConVIRTAugmentation, WholeText, statement
-from medvl.data.loading.collate import Collate, ItemMaker
+from medvl.data.loading.collate import Collate
+from medvl.data.loading.items import ItemMaker
 from medvl.data.reports.statements import PLACES, describe, mirrored_positions, positions_of
 from medvl.encoders import create_image_encoder
 from medvl.errors import CheckpointError, ConfigError

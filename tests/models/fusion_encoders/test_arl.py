@@ -23,7 +23,8 @@ from torch import Tensor
 import medvl
 from medvl.data import EntityLinker, WholeText, read_knowledge
 from medvl.data.knowledge.finder import LinkedEntities
-from medvl.data.loading.collate import Collate, ItemMaker
+from medvl.data.loading.collate import Collate
+from medvl.data.loading.items import ItemMaker
 from medvl.data.tokenizer.tokenizer import IGNORED, Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.masked_text import TextMasking

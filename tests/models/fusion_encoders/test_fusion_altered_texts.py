@@ -22,7 +22,8 @@ from helpers.fusion_samples import (
 )
 
 from medvl import losses
-from medvl.data.loading.collate import Collate, ItemMaker
+from medvl.data.loading.collate import Collate
+from medvl.data.loading.items import ItemMaker
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError

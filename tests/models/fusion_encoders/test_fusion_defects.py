@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from medvl.data import EvalTransform, WholeText
-from medvl.data.loading.collate import Collate, ItemMaker
+from medvl.data.loading.collate import Collate
+from medvl.data.loading.items import ItemMaker
 from medvl.encoders.presets import TEXT_PRESETS
 from medvl.eval.classification.scored_images import ScoredImages
 from medvl.eval.dense.metrics import THRESHOLDS, mask_areas
