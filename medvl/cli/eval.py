@@ -18,7 +18,8 @@ def evaluation_command(name: str) -> Callable[..., None]:
 
     Raises ConfigError where no evaluation has this name, or its package does not load.
     """
-    from medvl.eval.evaluation import Evaluation, OutputOptions, run_evaluation
+    from medvl.eval.core.open import OutputOptions
+    from medvl.eval.evaluation import Evaluation, run_evaluation
 
     cls = EVALUATIONS.get(name)
 
@@ -191,7 +192,7 @@ def before_after(
     """
     from medvl.eval.compare.before_after import BeforeAfter
     from medvl.eval.compare.page import format_comparison, write_comparison
-    from medvl.eval.evaluation import RunOptions
+    from medvl.eval.core.open import RunOptions
 
     _check_alone("before-after")
     both = BeforeAfter(

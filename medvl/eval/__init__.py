@@ -38,6 +38,8 @@ if TYPE_CHECKING:
         choose_threshold as choose_threshold,
     )
     from medvl.eval.core.open import (
+        RunOptions as RunOptions,
+        Setup as Setup,
         load_ensemble as load_ensemble,
         open_for_evaluation as open_for_evaluation,
     )
@@ -68,8 +70,6 @@ if TYPE_CHECKING:
         LineResult as LineResult,
         ModelEvaluation as ModelEvaluation,
         Outcome as Outcome,
-        RunOptions as RunOptions,
-        Setup as Setup,
         run_evaluation as run_evaluation,
     )
     from medvl.eval.generation.distances import (

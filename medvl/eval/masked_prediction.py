@@ -43,6 +43,7 @@ from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.full_pass import Source, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics, measure, subgroups_of
 from medvl.eval.core.metrics import Array
+from medvl.eval.core.open import RunOptions, Setup
 from medvl.eval.core.results import (
     LineFields,
     Lines,
@@ -52,11 +53,7 @@ from medvl.eval.core.results import (
     checkpoint_sha256,
     number,
 )
-from medvl.eval.evaluation import (
-    ModelEvaluation,
-    RunOptions,
-    Setup,
-)
+from medvl.eval.evaluation import ModelEvaluation
 from medvl.eval.html.page import (
     Card,
     Cards,

@@ -33,8 +33,9 @@ from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.full_pass import FullPass, Loader, embed_texts, input_hashes, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure, subgroups_of
 from medvl.eval.core.metrics import Array
+from medvl.eval.core.open import Setup
 from medvl.eval.core.results import LineFields, Lines, PageHeader, Results, WritePage, number
-from medvl.eval.evaluation import ModelEvaluation, Setup
+from medvl.eval.evaluation import ModelEvaluation
 from medvl.eval.html.page import (
     Card,
     Cards,

@@ -36,7 +36,7 @@ from medvl.data.reports.headings import section_name
 from medvl.errors import CorpusError, EvaluationError
 from medvl.eval.core.full_pass import Source, embed_texts, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure, median_metric
-from medvl.eval.core.open import resolve_device
+from medvl.eval.core.open import OutputOptions, RunOptions, Setup, resolve_device
 from medvl.eval.core.results import (
     LineFields,
     Lines,
@@ -47,7 +47,7 @@ from medvl.eval.core.results import (
     format_table,
 )
 from medvl.eval.core.tfidf import TfIdf
-from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, RunOptions, Setup
+from medvl.eval.evaluation import Evaluation, Outcome
 from medvl.eval.html.page import (
     Card,
     Cards,

@@ -33,6 +33,7 @@ from medvl.data.reports.statements import statement
 from medvl.data.shards.source import ShardSource
 from medvl.errors import EvaluationError
 from medvl.eval.core.full_pass import Loader
+from medvl.eval.core.open import Setup, SmallBatchOptions
 from medvl.eval.core.results import WritePage
 from medvl.eval.dense.evaluation import write_segmentation_page
 from medvl.eval.dense.metrics import EmptyRule
@@ -42,7 +43,7 @@ from medvl.eval.dense.segmentation import (
     groups_of_lines,
     mask_segmentation,
 )
-from medvl.eval.evaluation import ModelEvaluation, Setup, SmallBatchOptions
+from medvl.eval.evaluation import ModelEvaluation
 from medvl.eval.grounding.heatmaps import Maps, choose_maps, is_constant, phrase_maps
 from medvl.eval.registry import register_evaluation
 from medvl.models.dual_encoders.bases.base import DualEncoder

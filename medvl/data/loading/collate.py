@@ -1,4 +1,4 @@
-"""Batches of items, and the limit on samples that are left out: the parts that all loaders share."""
+"""Batches of items, and the limit on samples that are left out."""
 
 import itertools
 import logging
@@ -312,11 +312,7 @@ def add_organ_texts(
 
 Fields = tuple[str, str, str]
 """Fields of a batch: ids, mask, and whether the exchange alters the text."""
-
-
 _MIRRORED: Fields = ("mirrored_ids_BT", "mirrored_mask_BT", "has_mirror_B")
-
-
 _DENIED: Fields = ("denied_ids_BT", "denied_mask_BT", "has_denial_B")
 
 

@@ -21,8 +21,9 @@ from medvl.eval.change.protocol import (
     load_change_prompts,
 )
 from medvl.eval.core.metric_rows import MetricGroup
+from medvl.eval.core.open import Setup
 from medvl.eval.core.results import LineFields, Lines, PageHeader, Results, WritePage, number
-from medvl.eval.evaluation import ModelEvaluation, Setup
+from medvl.eval.evaluation import ModelEvaluation
 from medvl.eval.html.page import (
     Page,
     Picture,

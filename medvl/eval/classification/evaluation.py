@@ -25,8 +25,9 @@ from medvl.eval.core.metrics import (
     calibration_bins,
     roc_curve,
 )
+from medvl.eval.core.open import Setup
 from medvl.eval.core.results import PageHeader, WritePage, classes_of_lines, format_value
-from medvl.eval.evaluation import ModelEvaluation, Setup
+from medvl.eval.evaluation import ModelEvaluation
 from medvl.eval.html import page as html, plots, tables
 from medvl.eval.html.page import header_facts, headline
 from medvl.eval.registry import register_evaluation

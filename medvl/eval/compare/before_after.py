@@ -13,9 +13,9 @@ from pathlib import Path
 
 from medvl.errors import ConfigError
 from medvl.eval.compare.compare import Comparison, Run, compare
-from medvl.eval.core.open import open_source
+from medvl.eval.core.open import RunOptions, open_source
 from medvl.eval.core.results import read_results
-from medvl.eval.evaluation import Evaluation, RunOptions, run_evaluation
+from medvl.eval.evaluation import Evaluation, run_evaluation
 from medvl.eval.html.page import slug
 from medvl.eval.probing.evaluation import EncoderOptions, Probe
 from medvl.eval.retrieval.evaluation import Retrieval

@@ -3,17 +3,20 @@ training patients, webdataset tars as shards.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from medvl.common.files import RunLock, subfolder
+from medvl.common.ranks import rank_and_world
 from medvl.data.annotations import MIXED
 from medvl.data.convert.conversion import PrivateFolder
 from medvl.data.convert.options import ShardOptions, ShardRun
@@ -41,10 +44,16 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, ImageError, SplitError
+from medvl.eval.core.results import (
+    OutputFolder,
+    checkpoint_sha256,
+    default_folder,
+)
 from medvl.models.base import System
 from medvl.models.checkpoint import load
-from medvl.models.checkpoint_folder import detector_of, train_manifests
+from medvl.models.checkpoint_folder import described_model, detector_of, train_manifests
 from medvl.models.dual_encoders.bases.base import DualEncoder
+from medvl.models.registry import system
 from medvl.schema import Inputs
 
 _log = logging.getLogger(__name__)
@@ -279,3 +288,198 @@ def cached_shards(pattern: str, fields: TarFields | None = None) -> Path:
             )
             shutil.rmtree(PrivateFolder(out).path)
     return out / _SPLIT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Output and device."""
+
+    out: Path | None = None
+    """folder for the output files; default RUN/eval/STEP/TASK, or CHECKPOINT/eval/TASK outside
+    of a run
+    """
+    replace: bool = False
+    """replace results of another checkpoint or of other data in the output folder"""
+    resamples: int = 1000
+    """bootstrap resamples"""
+    device: str = "auto"
+    """auto, cpu or cuda"""
+    all: bool = False
+    """print all rows; by default, those that fit on one screen"""
+
+    def folder(self, evaluated: Path | None, task: str, *, hashed: bool = True) -> OutputFolder:
+        """Return the output folder. Called before an evaluation, so that its hours are not lost at
+        its end.
+
+        Args:
+            evaluated: the evaluated checkpoint, or a file of predictions.
+            task: name of the folder.
+            hashed: whether the results hold the hash of `evaluated`; False for ensembles and
+                random weights.
+
+        Raises:
+            ConfigError: neither something evaluated nor --out is given.
+            EvaluationError: the folder cannot be written, or holds results of another checkpoint
+                without --replace.
+        """
+        if evaluated is None:
+            if self.out is None:
+                message = "--encoder needs --out: there is no run to hold the results"
+                raise ConfigError(message, "missing", field="out")
+            return OutputFolder(self.out, replace=self.replace)
+        kind = "predictions" if evaluated.is_file() else "checkpoint"
+        model = {kind: functools.partial(checkpoint_sha256, evaluated)} if hashed else {}
+        folder = self.out or default_folder(evaluated, task)
+        return OutputFolder(folder, model, replace=self.replace)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions(OutputOptions):
+    """Output, device and batches."""
+
+    batch: int = 64
+    """batch size"""
+    workers: int = 2
+    """loader processes"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SmallBatchOptions(RunOptions):
+    """Output, device and batches."""
+
+    batch: int = 32
+    """batch size"""
+
+
+class Setup:
+    """The model and data of an evaluation, each opened once, and the folder of its results.
+
+    Args:
+        options: device, batches and resamples.
+        output: folder of the results; None where another program writes them.
+        trained: further checkpoints, on whose training patients nothing may be evaluated.
+    """
+
+    def __init__(
+        self,
+        options: OutputOptions,
+        output: OutputFolder | None = None,
+        *,
+        trained: Sequence[Path] = (),
+    ) -> None:
+        self.options = options
+        self.folder: Path | None = None
+        """Folder of the results, once the data is known."""
+        self._output = output
+        self._trained = tuple(trained)
+        self._models: dict[Path, System] = {}
+
+    @property
+    def resamples(self) -> int:
+        """Number of bootstrap resamples."""
+        return self.options.resamples
+
+    @property
+    def features(self) -> Path | None:
+        """Folder of features that evaluations of one checkpoint share; None without a folder of
+        results.
+        """
+        return None if self._output is None else self._output.path.parent / "features"
+
+    def settle(self, **data: str | None) -> None:
+        """Decide the folder of the results, and print it.
+
+        Args:
+            data: hash of the data by its name in `Results.inputs`; none where the results hold no
+                such hash.
+
+        Raises EvaluationError where the folder cannot be written, or holds results of another model
+        without --replace.
+        """
+        if self._output is not None:
+            self.folder = self._output.settle(**data)
+
+    def model(
+        self,
+        checkpoint: Path,
+        fits: tuple[type[System], ...] = (System,),
+        advice: str = "give another checkpoint",
+        *,
+        field: str = "checkpoint",
+    ) -> Any:
+        """Return the model of a checkpoint, in eval mode on the device.
+
+        Args:
+            checkpoint: folder of the checkpoint.
+            fits: classes that the evaluation supports.
+            advice: what the error for other systems advises.
+            field: option that names the checkpoint.
+
+        Raises ConfigError for other systems, and CheckpointError.
+        """
+        self.check(checkpoint, fits, advice, field=field)
+        if checkpoint not in self._models:
+            self._models[checkpoint] = load_model(checkpoint, self.options.device)
+        return self._models[checkpoint]
+
+    def check(
+        self,
+        checkpoint: Path,
+        fits: tuple[type[System], ...],
+        advice: str,
+        *,
+        field: str = "checkpoint",
+    ) -> None:
+        """Raise ConfigError for a checkpoint of another system, before its weights are read;
+        arguments as of `model`.
+        """
+        cls = system(described_model(checkpoint)["name"])
+        if not issubclass(cls, fits):
+            raise unsupported_model(checkpoint, cls, advice, field=field)
+
+    def source(self, data: Path, *checkpoints: Path) -> ShardSource:
+        """Open shards on which checkpoints are evaluated, without patients of their training.
+        Raises as `open_source`.
+        """
+        return open_source(data, [*checkpoints, *self._trained])
+
+    def loader(self, source: Source, model: Any, *, text: bool = True, **options: Any) -> Loader:
+        """Open a loader of a source for a model, of this rank's batches under torchrun.
+
+        Args:
+            source: the samples.
+            model: has the image transform and the tokenizer.
+            text: tokenize the texts, for a model with a tokenizer.
+            options: further arguments of `open_for_evaluation`.
+        """
+        assert isinstance(self.options, RunOptions)
+        return open_for_evaluation(
+            source,
+            model.transform,
+            model.tokenizer if text else None,
+            batch=self.options.batch,
+            workers=self.options.workers,
+            ranks=rank_and_world(),
+            keep_imageless=not getattr(model, "reads_images", True),
+            **options,
+        )
+
+    def valid_loader(
+        self,
+        data: Path | None,
+        model: Any,
+        *checkpoints: Path,
+        text: bool = True,
+        **options: Any,
+    ) -> Loader | None:
+        """Open a loader of the shards on which thresholds are chosen; None without a folder.
+
+        Args:
+            data: folder of shards of other patients.
+            model: as in `loader`.
+            checkpoints: evaluated checkpoints, whose training patients are refused here too.
+            text, options: as in `loader`.
+        """
+        if data is None:
+            return None
+        return self.loader(self.source(data, *checkpoints), model, text=text, **options)

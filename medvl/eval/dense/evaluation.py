@@ -14,6 +14,7 @@ from medvl.data.loading.dense_targets import mask_at
 from medvl.data.loading.sources import OtherTexts
 from medvl.data.shards.source import ShardSource
 from medvl.eval.core.metric_rows import MetricGroup
+from medvl.eval.core.open import Setup, SmallBatchOptions
 from medvl.eval.core.results import (
     LineFields,
     Lines,
@@ -28,7 +29,7 @@ from medvl.eval.dense.annotated_images import headline_target
 from medvl.eval.dense.detection import DetectedImage, DetectionResult
 from medvl.eval.dense.metrics import APConvention, EmptyRule
 from medvl.eval.dense.segmentation import MASK_LINES, SegmentationResult, SegmentedImage
-from medvl.eval.evaluation import ModelEvaluation, Setup, SmallBatchOptions
+from medvl.eval.evaluation import ModelEvaluation
 from medvl.eval.html.page import (
     Page,
     Picture,

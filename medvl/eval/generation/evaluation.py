@@ -12,7 +12,7 @@ from medvl.data.images.generated import GeneratedImages
 from medvl.errors import ConfigError
 from medvl.eval.classification.scored_images import LabelOptions
 from medvl.eval.core.metric_rows import MetricGroup
-from medvl.eval.core.open import resolve_device
+from medvl.eval.core.open import OutputOptions, RunOptions, Setup, resolve_device
 from medvl.eval.core.results import (
     LineFields,
     Lines,
@@ -22,13 +22,7 @@ from medvl.eval.core.results import (
     checkpoint_sha256,
     number_table,
 )
-from medvl.eval.evaluation import (
-    Evaluation,
-    Outcome,
-    OutputOptions,
-    RunOptions,
-    Setup,
-)
+from medvl.eval.evaluation import Evaluation, Outcome
 from medvl.eval.generation.fidelity import FidelityOptions
 from medvl.eval.generation.findings import (
     Resampling,

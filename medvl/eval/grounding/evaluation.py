@@ -15,6 +15,7 @@ from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import Box
 from medvl.errors import ConfigError
 from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics
+from medvl.eval.core.open import Setup, SmallBatchOptions
 from medvl.eval.core.results import (
     LineFields,
     Lines,
@@ -24,7 +25,7 @@ from medvl.eval.core.results import (
     format_table,
     number,
 )
-from medvl.eval.evaluation import ModelEvaluation, Setup, SmallBatchOptions
+from medvl.eval.evaluation import ModelEvaluation
 from medvl.eval.grounding.generalized import (
     PROTOCOL as GENERALIZED,
     GeneralizedResult,

@@ -36,8 +36,9 @@ from medvl.data.volumes.transform import VolumeTransform, stored_shape
 from medvl.errors import EvaluationError
 from medvl.eval.core.full_pass import FullPass, embed_texts
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, label_mean_metrics
+from medvl.eval.core.open import Setup, SmallBatchOptions
 from medvl.eval.core.results import LineFields, Lines, Results, number
-from medvl.eval.evaluation import LineResult, ModelEvaluation, Setup, SmallBatchOptions
+from medvl.eval.evaluation import LineResult, ModelEvaluation
 from medvl.eval.grounding.heatmaps import MapRules, embed_volume_patches, map_metrics
 from medvl.eval.registry import register_evaluation
 from medvl.eval.zero_shot_classification.prompts import ClassPrompts, load_prompts

@@ -12,7 +12,7 @@ from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError
 from medvl.eval.classification.evaluation import LIMITS, facts, sections, subtitle
 from medvl.eval.classification.scored_images import ClassificationResult, MeanOptions
-from medvl.eval.core.open import open_source, resolve_device
+from medvl.eval.core.open import OutputOptions, Setup, open_source, resolve_device
 from medvl.eval.core.results import (
     Lines,
     OutputFolder,
@@ -22,7 +22,7 @@ from medvl.eval.core.results import (
     checkpoint_sha256,
     classes_of_lines,
 )
-from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
+from medvl.eval.evaluation import Evaluation, Outcome
 from medvl.eval.html.page import Page, Pixels, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.probing.features import (

@@ -43,6 +43,7 @@ from medvl.eval.classification.scored_images import (
 )
 from medvl.eval.core.metric_rows import MetricGroup
 from medvl.eval.core.metrics import Array
+from medvl.eval.core.open import OutputOptions, Setup
 from medvl.eval.core.results import (
     Lines,
     OutputFolder,
@@ -52,7 +53,7 @@ from medvl.eval.core.results import (
     classes_of_lines,
     format_table,
 )
-from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
+from medvl.eval.evaluation import Evaluation, Outcome
 from medvl.eval.html.page import Page, Pixels, headline, write_page
 from medvl.eval.probing.evaluation import (
     ENCODERS,

@@ -1,6 +1,4 @@
-"""HTML page of a report generation: overlap and findings of every decoding, beside its
-baselines.
-"""
+"""Evaluation of generated reports: options, run and page of every decoding and baseline."""
 
 import dataclasses
 import functools
@@ -20,8 +18,9 @@ from medvl.data.shards.format import Manifest
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.full_pass import input_hashes
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics
+from medvl.eval.core.open import OutputOptions, Setup
 from medvl.eval.core.results import LineFields, Lines, OutputFolder, PageHeader, Results, number
-from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
+from medvl.eval.evaluation import Evaluation, Outcome
 from medvl.eval.html.page import Card, Cards, Deck, Page, header_facts, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.registry import register_evaluation

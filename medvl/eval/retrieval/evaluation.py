@@ -15,7 +15,7 @@ from medvl.data.shards.source import ShardSource
 from medvl.eval.core.full_pass import Loader, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.open import SLICES, shown_pixels, unsupported_model
+from medvl.eval.core.open import SLICES, OutputOptions, Setup, shown_pixels, unsupported_model
 from medvl.eval.core.results import (
     LineFields,
     Lines,
@@ -27,13 +27,7 @@ from medvl.eval.core.results import (
     format_table,
     number,
 )
-from medvl.eval.evaluation import (
-    Evaluation,
-    ModelEvaluation,
-    Outcome,
-    OutputOptions,
-    Setup,
-)
+from medvl.eval.evaluation import Evaluation, ModelEvaluation, Outcome
 from medvl.eval.html import page as html, plots, tables
 from medvl.eval.html.page import Page, hashed, header_facts, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell

@@ -15,7 +15,7 @@ from medvl.errors import ConfigError
 from medvl.eval.classification.evaluation import LIMITS
 from medvl.eval.classification.scored_images import LabelPolicy, MeanOptions, notes_on_means
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow
-from medvl.eval.core.open import open_source
+from medvl.eval.core.open import OutputOptions, Setup, open_source
 from medvl.eval.core.results import (
     LineFields,
     Lines,
@@ -26,11 +26,7 @@ from medvl.eval.core.results import (
     WritePage,
     number_table,
 )
-from medvl.eval.evaluation import (
-    ModelEvaluation,
-    OutputOptions,
-    Setup,
-)
+from medvl.eval.evaluation import ModelEvaluation
 from medvl.eval.html.page import (
     Page,
     Picture,

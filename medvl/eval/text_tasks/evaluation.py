@@ -14,7 +14,7 @@ from medvl.data.text_tasks.tasks import TASKS, RelationText, TextExample
 from medvl.encoders.presets import TEXT_PRESETS
 from medvl.errors import ConfigError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow
-from medvl.eval.core.open import resolve_device
+from medvl.eval.core.open import OutputOptions, Setup, resolve_device
 from medvl.eval.core.results import (
     LineFields,
     Lines,
@@ -24,7 +24,7 @@ from medvl.eval.core.results import (
     at_items,
     format_table,
 )
-from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
+from medvl.eval.evaluation import Evaluation, Outcome
 from medvl.eval.html.page import (
     Card,
     Cards,

@@ -16,7 +16,7 @@ from medvl.data.loading.studies import QuestionSource, questions_in_split
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow
-from medvl.eval.core.open import open_source
+from medvl.eval.core.open import OutputOptions, Setup, open_source
 from medvl.eval.core.results import (
     LineFields,
     Lines,
@@ -27,7 +27,7 @@ from medvl.eval.core.results import (
     format_value,
     number,
 )
-from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
+from medvl.eval.evaluation import Evaluation, Outcome
 from medvl.eval.html import plots
 from medvl.eval.html.page import (
     Page,

@@ -8,9 +8,9 @@ from medvl.eval.classification.evaluation import LIMITS, facts, headlines, secti
 from medvl.eval.classification.scored_images import (
     MeanOptions,
 )
-from medvl.eval.core.open import SLICES, load_ensemble, shown_pixels
+from medvl.eval.core.open import SLICES, OutputOptions, Setup, load_ensemble, shown_pixels
 from medvl.eval.core.results import OutputFolder, PageHeader, classes_of_lines
-from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
+from medvl.eval.evaluation import Evaluation, Outcome
 from medvl.eval.html.page import Page, Pixels, hashed, write_page
 from medvl.eval.registry import register_evaluation
 from medvl.eval.trial import MEAN, Column, Task, Trial

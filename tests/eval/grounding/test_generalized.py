@@ -16,9 +16,9 @@ from helpers.grounding_fakes import OracleModel, TransformingLoader
 from medvl.data.annotations import all_phrases_of, phrases_of
 from medvl.errors import ConfigError, CorpusError, EvaluationError, SplitError
 from medvl.eval.core.metric_rows import measure
+from medvl.eval.core.open import Setup, SmallBatchOptions
 from medvl.eval.core.results import read_results, write_results
 from medvl.eval.dense.metrics import ImageDetections
-from medvl.eval.evaluation import Setup, SmallBatchOptions
 from medvl.eval.grounding.evaluation import Grounding
 from medvl.eval.grounding.generalized import (
     GeneralizedResult,

@@ -34,8 +34,9 @@ from medvl.eval import (
 )
 from medvl.eval.compare.compare import compare, find_runs
 from medvl.eval.core.metric_rows import MetricRow, measure
+from medvl.eval.core.open import OutputOptions
 from medvl.eval.core.results import Results, write_results
-from medvl.eval.evaluation import OutputOptions, run_evaluation
+from medvl.eval.evaluation import run_evaluation
 from medvl.eval.text_tasks import protocol
 from medvl.eval.text_tasks.evaluation import TextTasks
 from medvl.eval.text_tasks.finetune import encode_task, finetune, predict
