@@ -438,12 +438,11 @@ class QuestionAnswering(Evaluation):
         elsewhere = questions_beside(folders)
         if self.export is not None:
             self._export(shards, self.export)
+        entries = questions_in_split(shards, self.split)
         if self.checkpoint is not None:
             answers = self._from_checkpoint(self.checkpoint, shards, rules, setup)
         else:
-            answers = self._from_files(
-                [each.question for each in questions_in_split(shards, self.split)]
-            )
+            answers = self._from_files([entry.question for entry in entries])
         result = evaluate_answers(
             questions,
             answers.predictions,
@@ -455,9 +454,7 @@ class QuestionAnswering(Evaluation):
             resamples=setup.resamples,
             inputs=answers.inputs,
         )
-        positions = {
-            entry.question.id: entry.image for entry in questions_in_split(shards, self.split)
-        }
+        positions = {entry.question.id: entry.image for entry in entries}
         page = functools.partial(
             write_vqa_page,
             result,
