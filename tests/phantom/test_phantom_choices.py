@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 
-from medvl.phantom.language.choices import balanced_choices, choice_questions
+from medvl.phantom.layouts.choices import balanced_choices, choice_questions
 from medvl.phantom.population.findings import truth_labels
 from medvl.phantom.population.world import World
 
