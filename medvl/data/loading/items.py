@@ -10,7 +10,6 @@ import numpy as np
 
 from medvl.data.loading.boxed_phrases import BoxedPhrase, boxed_phrases
 from medvl.data.reports.cleaning import swap_laterality
-from medvl.data.reports.organs import PARTS, template_of
 from medvl.data.reports.sentences import join_texts
 from medvl.data.shards.format import label_row
 from medvl.data.shards.regions import Regions
@@ -376,6 +375,9 @@ def organ_texts(
 def _of_organ(
     organ: str, entry: Any, policy: TextPolicy, rng: Callable[[str], np.random.Generator]
 ) -> OrganText:
+    # Only fVLM reads texts of organs, so that most runs import no list of their names.
+    from medvl.data.reports.organs import PARTS, template_of
+
     parts = {part: entry[part] for part in PARTS if entry.get(part)} if entry else {}
     if not parts:
         return OrganText(template_of(organ), True)

@@ -18,10 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from medvl.data.reports.labeler import find_mentions
 from medvl.data.reports.radeval import open_radeval
 from medvl.data.reports.sentences import split_sentences
-from medvl.data.reports.statements import places_of
 from medvl.encoders import create_text_encoder
 from medvl.errors import ConfigError
 from medvl.schema import POSITIVE
@@ -165,6 +163,10 @@ def text_rewards(
 
 @functools.lru_cache(_TEXTS)
 def _present(text: str) -> frozenset[tuple[str, str]]:
+    # Few runs train on rewards, so that most import no labeler.
+    from medvl.data.reports.labeler import find_mentions
+    from medvl.data.reports.statements import places_of
+
     mentions = list(find_mentions(text))
     return frozenset(
         (mention.finding, " ".join(sides))
