@@ -10,11 +10,11 @@ export HF_HUB_OFFLINE=1 NO_ALBUMENTATIONS_UPDATE=1 TOKENIZERS_PARALLELISM=false 
 .venv/bin/ruff format --check .
 export PYTHONDONTWRITEBYTECODE= # compiled tests are kept, also where a container asks not to
 # The type check runs beside the tests. A file of tests is one unit of work, in the order of tests/conftest.py: those with
-# slow tests first. One process more than cores works while others wait for a process, a socket or the disk.
+# slow tests first. Two processes more than cores work while others wait for a process, a socket or the disk.
 .venv/bin/mypy &
 types=$!
 trap 'kill "$types" 2>/dev/null || true' EXIT
 tests=0
-.venv/bin/python -m pytest --processes "${MEDVL_TEST_PROCESSES:-$(($(cores) + 1))}" "$@" || tests=$?
+.venv/bin/python -m pytest --processes "${MEDVL_TEST_PROCESSES:-$(($(cores) + 2))}" "$@" || tests=$?
 wait "$types"
 exit "$tests"

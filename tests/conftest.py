@@ -39,6 +39,7 @@ from helpers.processes import Processes
 from helpers.unsynced import WITHOUT_WAITING
 from numpy.typing import NDArray
 
+from medvl.common.process import keep_freed_memory
 from medvl.data.privacy import Deidentifier
 from medvl.data.storage import store
 from medvl.eval import evaluation
@@ -56,21 +57,23 @@ hypothesis.settings.register_profile(
     "shared", suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("shared")
+keep_freed_memory()  # as trainings do, which the tests of models are not
 torch.set_num_threads(int(os.environ.get("MEDVL_TEST_THREADS", "1")))
 
 
 SAVE_PLOT = plots._save
 LONGEST = (
     *("train/parallel/test_train_sharded.py", "test_benchmark_gpu.py", "test_spine.py"),
+    *("benchmark/test_benchmark_runs.py", "models/fusion_encoders/test_fusion_models.py"),
     *("test_golden.py", "models/dual_encoders/test_contrastive.py"),
-    *("benchmark/test_benchmark_runs.py", "encoders/test_image_encoder.py"),
-    *("train/optim/test_train_grad_cache.py", "models/downstream/test_vqa_heads.py"),
-    *("test_notebooks.py", "data/odd/test_odd_inputs.py", "test_wheel.py"),
-    *("encoders/test_encoder_interface.py", "train/loop/test_train_step_speed.py"),
-    *("cli/eval/test_eval_label_commands.py", "data/corpora/test_published_preparations.py"),
-    *("test_recipes.py", "test_soak.py", "test_architecture.py", "export/test_key_tables.py"),
-    *("models/dual_encoders/test_clip.py", "export/test_export.py"),
-    *("models/downstream/test_vqa_heads_decoder.py", "data/loading/test_loader.py"),
+    *("encoders/test_image_encoder.py", "train/optim/test_train_grad_cache.py", "test_wheel.py"),
+    *("models/downstream/test_vqa_heads.py", "test_notebooks.py", "data/odd/test_odd_inputs.py"),
+    *("models/dual_encoders/test_clip.py", "encoders/test_encoder_interface.py"),
+    *("models/fusion_encoders/test_fusion_ranks.py", "cli/eval/test_eval_label_commands.py"),
+    *("train/loop/test_train_step_speed.py", "test_soak.py", "test_recipes.py"),
+    *("data/corpora/test_published_preparations.py", "test_architecture.py"),
+    *("export/test_key_tables.py", "models/downstream/test_vqa_heads_decoder.py"),
+    *("export/test_export.py", "data/loading/test_loader.py", "train/loop/test_wandb.py"),
     *("models/downstream/test_fused_classifier.py", "train/test_nodes.py"),
     "eval/report_generation/test_report_generation.py",
 )

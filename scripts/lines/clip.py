@@ -86,7 +86,7 @@ def measure_training(bench: Bench) -> Report:
     if importlib.util.find_spec("pandas") is None:
         raise SkipLine("open_clip's trainer needs pandas: pip install medvl[bench]")
     steps_of_round, repeats = bench.size((5, 5), (1, 1))
-    patients, pixels = bench.size((35, 512), (12, 64))
+    patients, pixels = bench.size((35, 512), (6, 64))
     options = argparse.Namespace(
         model="small",
         batch=bench.size(16, 4),

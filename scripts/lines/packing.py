@@ -33,7 +33,7 @@ from medvl.models.fusion_encoders.parts.encoder import DualStream
 _BATCHES = 3
 CREATED = ("shards/test/manifest.json", "vocab/tokenizer.json")
 """What the steps of the benchmark create that ALBEF reads."""
-TINY_PHANTOM = {"1600": "30", "256": "64", "160": "64"}
+TINY_PHANTOM = {"1600": "16", "256": "64", "160": "64"}
 """Patients and pixels of the benchmark's phantom -> those of a dry run."""
 
 

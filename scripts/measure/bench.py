@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from measure import phantom_shards
 from measure.phantom_shards import FULL, TINY, DataSize
 
 # Internals on purpose: the lines run parts of the training loop alone.
@@ -98,20 +99,18 @@ class Bench:
 
     def start_data(self) -> None:
         """Start to write the shards in another process, unless they exist; nothing may be timed
-        before `data`.
+        before `data`. In a dry run they are written in this one.
         """
-        if self._maker is None and not self._data.is_dir():
-            program = Path(__file__).parent / "phantom_shards.py"
-            size = self.data_size
-            command = [
-                sys.executable,
-                str(program),
-                str(self._data),
-                str(size.patients),
-                str(size.pixels),
-            ]
-            with self._maker_log.open("wb") as log:
-                self._maker = subprocess.Popen(command, stdout=log, stderr=log)
+        if self._maker is not None or self._data.is_dir():
+            return
+        size = self.data_size
+        if self.dry_run:
+            phantom_shards.write(self._data, size.patients, size.pixels)
+            return
+        program, numbers = phantom_shards.__file__, (str(size.patients), str(size.pixels))
+        command = [sys.executable, program, str(self._data), *numbers]
+        with self._maker_log.open("wb") as log:
+            self._maker = subprocess.Popen(command, stdout=log, stderr=log)
 
     def data(self) -> Path:
         """Return the folder of training shards, after they are written. Raises RuntimeError if

@@ -1,6 +1,7 @@
 """Small models of all contrastive systems, and a batch for each."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 import medvl
 from helpers import gloria_ranks
+from helpers.model_copies import created_once
 from medvl.data.tokenizer.tokenizer import IGNORED
 from medvl.data.transforms.masked_text import MaskedText
 from medvl.models import DualEncoder
@@ -249,7 +251,14 @@ def colipri(**settings: Any) -> DualEncoder:
     return medvl.create_model("colipri", **{**VOLUME, **sizes, **settings})
 
 
-SYSTEMS: dict[str, Callable[[], DualEncoder]] = {
+def created_after_zero(create: Callable[[], DualEncoder]) -> DualEncoder:
+    """Return a copy of a model of seed 0."""
+    torch.manual_seed(0)
+    model: DualEncoder = created_once(create)
+    return model
+
+
+_CREATE: dict[str, Callable[[], DualEncoder]] = {
     "clip": lambda: clip(positives="study"),
     "siglip": siglip,
     "convirt": lambda: convirt(positives="either"),
@@ -273,6 +282,9 @@ SYSTEMS: dict[str, Callable[[], DualEncoder]] = {
     "fvlm": fvlm,
     "colipri": colipri,
     "hlip sigmoid": lambda: hlip(bias=-10.0, temperature=0.1),
+}
+SYSTEMS: dict[str, Callable[[], DualEncoder]] = {
+    name: functools.partial(created_after_zero, create) for name, create in _CREATE.items()
 }
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import medvl
+from helpers.model_copies import created_once
 from medvl.data import KnowledgeGraph, TransEConfig, save_embeddings, write_knowledge
 from medvl.data.knowledge.transe import TransE
 from medvl.data.loading.collate import add_altered, alter_texts
@@ -107,6 +108,7 @@ TINY: dict[str, dict[str, Any]] = {
 """Every fusion system, small enough for a step in milliseconds."""
 
 
+@functools.cache
 def tiny_tokenizer() -> Tokenizer:
     return train_wordpiece(list(TEXTS), vocab_size=200, min_frequency=1)
 
@@ -114,12 +116,21 @@ def tiny_tokenizer() -> Tokenizer:
 def tiny_model(
     name: str, tokenizer: Tokenizer | None, seed: int = 0, **settings: Any
 ) -> FusionModel:
-    if name == "arl" and "graph" not in settings:
-        settings.setdefault("knowledge", knowledge_folder())
+    if name == "arl":
+        knowledge_folder()  # before the seed, which it sets as well when it is first called
     torch.manual_seed(seed)
-    model = medvl.create_model(name, tokenizer=tokenizer, **{**TINY[name], **settings})
+    if settings:
+        model = _created(name, tokenizer, **settings)
+    else:
+        model = created_once(_created, name, tokenizer, shared=tokenizer)
     assert isinstance(model, FusionModel)
     return model
+
+
+def _created(name: str, tokenizer: Tokenizer | None, **settings: Any) -> Any:
+    if name == "arl" and "graph" not in settings:
+        settings.setdefault("knowledge", knowledge_folder())
+    return medvl.create_model(name, tokenizer=tokenizer, **{**TINY[name], **settings})
 
 
 @functools.cache

@@ -251,6 +251,16 @@ def _names(library: str) -> Sequence[str]:
     return list(open_clip.list_models())
 
 
+def _is_listed(library: str, name: str) -> bool:
+    """Return whether a library has a model of this name; in timm NAME or NAME.TAG."""
+    if library != "timm":
+        return name in _names(library)
+    import timm
+
+    name = name.partition(".")[0]
+    return name in timm.list_models(name)  # sorting all names takes longer than a small model
+
+
 def _resolve(name: str) -> tuple[str, str, ImagePreset | None]:
     """Return (library, model, preset) of a name, searching the presets first, then library by
     library.
@@ -269,9 +279,7 @@ def _resolve(name: str) -> tuple[str, str, ImagePreset | None]:
         )
     for candidate in [library] if separator else _LIBRARIES:
         target = model if separator else name
-        names = _names(candidate)
-        is_known = target in names or target.partition(".")[0] in names  # timm: NAME.TAG
-        if is_known or name == f"open_clip:{OPEN_CLIP_CUSTOM}":
+        if _is_listed(candidate, target) or name == f"open_clip:{OPEN_CLIP_CUSTOM}":
             return candidate, target, None
     all_names = dict.fromkeys(
         [
