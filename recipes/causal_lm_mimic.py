@@ -9,8 +9,7 @@ image and the indication, as LLaVA-Rad (Chaves et al., arXiv 2403.08002).
         --data shards/mimic-cxr/test --sections findings
     torchrun --nproc-per-node 8 recipes/causal_lm_mimic.py questions    # answers of VQA-RAD
     torchrun --nproc-per-node 8 recipes/causal_lm_mimic.py grounded     # sentences of PadChest-GR
-    # phantom Open-i, two CPU cores; without its data it prints how
-    torchrun recipes/causal_lm_mimic.py tiny
+    torchrun recipes/causal_lm_mimic.py tiny    # phantom Open-i, two CPU cores; prints how to make it
 
 Any Gemma, Llama, Mistral or Qwen 2 or 3: `--model.language-weights FOLDER --data.tokenizer FOLDER`.
 LLaVA-Rad has Vicuna-7B and BiomedCLIP-CXR.
@@ -27,7 +26,14 @@ PadChest-GR with their boxes, as MAIRA-2 writes them, spelled in pieces of the t
 `medvl eval report-generation --grounded` scores.
 
 Preset `tiny`: the ResNet-10 of the quickstart's ConVIRT and a Llama of two layers of width 128 from
-random weights, trained whole.
+random weights, trained whole. Preset `impression` reads no image: it writes impressions behind
+findings of a table of reports.
+
+    medvl shards table --table reports.jsonl --patient-column patient --split-column split \\
+        --text-column findings impression --out shards/reports
+    medvl vocab --data shards/reports/train --out shards/reports/words --kind words --min-frequency 2
+    # 525 steps, 677 test reports of Open-i: BLEU-4 0.155 [0.131, 0.184]; findings copied 0.041, the
+    # commonest 0.089, nearest by TF-IDF 0.210 [0.182, 0.239]; perplexity by word 23.3 [19.1, 28.2]
 
 Published aims on the findings of MIMIC-CXR's test studies, from ReXrank's table (RadGraph F1,
 1/RadCliQ-v1, RaTEScore, GREEN), of other code and splits:
@@ -150,33 +156,27 @@ tiny = quickstart.report_recipe(
     ),
     FINDINGS,
 )
-impression = Recipe(
+impression = dataclasses.replace(
+    tiny,
     model=dataclasses.replace(
         tiny.model,
-        image_encoder="patches:32",
-        image_size=32,
+        image_encoder="patches:112",
         frozen_image=True,
         views=0,
+        language=LLAMA.replace("}", ', "attention_dropout": 0.2}'),
         prompt=("findings",),
         max_tokens=64,
     ),
-    pretrained=False,
-    data=DataConfig(
+    init_from=None,
+    data=dataclasses.replace(
+        tiny.data,
         train="shards/reports/train",
         valid=Path("shards/reports/validate"),
         tokenizer=Path("shards/reports/words"),
         text=WholeText(sections=("impression",), missing="no_text"),
-        image=EvalTransform(size=32, fit="crop", resize="area"),
-        workers=1,
     ),
-    optim=tiny.optim,
-    train=dataclasses.replace(
-        tiny.train,
-        run_dir=Path("runs/impressions"),
-        epochs=20,
-        best_metric="loss",
-        best_mode="min",
-    ),
+    optim=dataclasses.replace(tiny.optim, weight_decay=0.3),
+    train=dataclasses.replace(LAST, run_dir=Path("runs/impressions"), epochs=8, global_batch=32),
 )
 PRESETS = {"paper": paper, "projector": projector, "questions": questions, "grounded": grounded}
 PRESETS |= {"impression": impression, "tiny": tiny}
