@@ -81,6 +81,7 @@ tiny = quickstart.volume_recipe(
             "depth": 1,
             "num_heads": 2,
             "head_dim": 32,
+            "stem": "convolutions",
             "window": (-1150.0, 350.0),
         },
         **quickstart.VOLUMES,

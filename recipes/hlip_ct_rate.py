@@ -33,6 +33,7 @@ for pleural effusion and cardiomegaly, 0.777 for pericardial effusion, chance fo
 That of `recipes/ct_clip_ct_rate.py`, whose volumes have no class token, is 0.797.
 """
 
+import dataclasses
 from pathlib import Path
 
 from medvl.data import VolumeTransform, WholeText
@@ -74,13 +75,21 @@ paper = Recipe(
         checkpoint_activations=True,
     ),
 )
-tiny = quickstart.volume_recipe(
+_TINY = quickstart.volume_recipe(
     "ct-rate-run",
     HLIPConfig(
-        image_arguments={"patch_size": (4, 8, 8), "embed_dim": 96, "depth": 3, "num_heads": 3},
+        image_arguments={
+            "patch_size": (4, 8, 8),
+            "embed_dim": 96,
+            "depth": 3,
+            "num_heads": 3,
+            "attention": ("study",) * 3,
+        },
+        batch_norm=True,
         **quickstart.VOLUMES,
     ),
 )
+tiny = dataclasses.replace(_TINY, optim=dataclasses.replace(_TINY.optim, lr=1e-3))
 
 PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = (

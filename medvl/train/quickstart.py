@@ -292,7 +292,7 @@ def volume_recipe(run_dir: str, model: _Model) -> "Recipe[_Model, VolumeDataConf
         run_dir: folder of the run.
         model: settings of the system.
     """
-    from medvl.data.transforms.text import RandomSentence
+    from medvl.data.transforms.text import ShuffledSentences
     from medvl.data.volumes.transform import VolumeTransform
     from medvl.train.tasks.volumes import VolumeDataConfig
 
@@ -303,7 +303,7 @@ def volume_recipe(run_dir: str, model: _Model) -> "Recipe[_Model, VolumeDataConf
             train="ct-rate-shards/train",
             valid=Path("ct-rate-shards/validate"),
             tokenizer=Path("ct-rate-vocab"),
-            text=RandomSentence(sections=("findings",)),
+            text=ShuffledSentences(sections=("findings",)),
             volume=VolumeTransform(size=VOLUMES["volume_size"]),
             workers=1,
         ),

@@ -6,18 +6,23 @@ that attend within themselves, K their tokens.
 """
 
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from medvl.common.config_io import check_choice
 from medvl.encoders.base import group_by_depth
 from medvl.encoders.volume.network import (
+    ConvolutionStem,
     Sides,
+    Stem,
     VolumeNetwork,
     check_argument,
     grid_of,
+    patch_voxels,
     three_sides,
 )
 
@@ -55,6 +60,7 @@ class CTViT(VolumeNetwork):
         head_dim: int = 32,
         codes: int = 0,
         transposed: bool = False,
+        stem: Stem = "patches",
     ) -> None:
         super().__init__()
         for field, value in (("depth", depth), ("num_heads", num_heads), ("head_dim", head_dim)):
@@ -73,11 +79,11 @@ class CTViT(VolumeNetwork):
             "head_dim": head_dim,
             "codes": codes,
             "transposed": transposed,
+            "stem": stem,
         }
-        voxels = self.patch_size[0] * self.patch_size[1] * self.patch_size[2]
-        self.patch_embed = nn.Sequential(
-            nn.LayerNorm(voxels), nn.Linear(voxels, embed_dim), nn.LayerNorm(embed_dim)
-        )
+        check_choice(stem, get_args(Stem), "stem")
+        make = _PatchEmbedding if stem == "patches" else ConvolutionStem
+        self.patch_embed = make(self.patch_size, embed_dim)
         self.position_bias = nn.Sequential(
             nn.Linear(2, embed_dim),
             nn.LeakyReLU(0.1),
@@ -112,10 +118,7 @@ class CTViT(VolumeNetwork):
         volume_BDHW = image_BNDHW[:, 0]
         if self.transposed:
             volume_BDHW = volume_BDHW.transpose(2, 3)
-        depth, height, columns = self.patch_size
-        cells = volume_BDHW.unflatten(3, (-1, columns)).unflatten(2, (-1, height))
-        cells = cells.unflatten(1, (-1, depth)).permute(0, 1, 3, 5, 2, 4, 6)
-        tokens_BdhwD = self.patch_embed(cells.flatten(4))
+        tokens_BdhwD = self.patch_embed(volume_BDHW)
         batch, *grid = tokens_BdhwD.shape[:4]
         shape = (batch, grid[0], grid[1], grid[2])
         slices_MKD = tokens_BdhwD.flatten(2, 3).flatten(0, 1)
@@ -162,6 +165,20 @@ class CTViT(VolumeNetwork):
         nearest_BP = (unit_BPD @ F.normalize(self.codebook, dim=1).T).argmax(dim=2)
         codes_BPD = self.codebook[nearest_BP].to(patches_BPD.dtype)
         return patches_BPD + (codes_BPD - patches_BPD).detach()
+
+
+class _PatchEmbedding(nn.Sequential):
+    """Linear map of the voxels of a patch, between two norms."""
+
+    def __init__(self, patch: Sides, width: int) -> None:
+        voxels = patch[0] * patch[1] * patch[2]
+        super().__init__(nn.LayerNorm(voxels), nn.Linear(voxels, width), nn.LayerNorm(width))
+        self.patch = patch
+
+    def forward(self, image_MDHW: Tensor) -> Tensor:
+        """Return (M, d, h, w, width)."""
+        tokens: Tensor = super().forward(patch_voxels(image_MDHW, self.patch))
+        return tokens
 
 
 class _Layer(nn.Module):

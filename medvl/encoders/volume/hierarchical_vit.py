@@ -8,7 +8,7 @@ the number of scans, d, h and w that of patches along the axes, K the tokens of 
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,14 @@ from medvl.common.config_io import check_choice
 from medvl.encoders.base import group_by_depth
 from medvl.encoders.pretrained import KeyMap, fitting_keys, unused_blocks
 from medvl.encoders.volume.network import (
+    ConvolutionStem,
     Sides,
+    Stem,
     VolumeNetwork,
     check_argument,
     check_width,
     grid_of,
+    patch_voxels,
     three_sides,
 )
 from medvl.errors import ConfigError, WeightsError
@@ -87,10 +90,8 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, image_MDHW: Tensor) -> Tensor:
         """Return (M, d, h, w, width)."""
-        depth, height, columns = self.patch
-        cells = image_MDHW.unflatten(3, (-1, columns)).unflatten(2, (-1, height))
-        cells = cells.unflatten(1, (-1, depth)).permute(0, 1, 3, 5, 2, 4, 6)
-        return F.linear(cells.flatten(4), self.proj.weight.flatten(1), self.proj.bias)
+        voxels = patch_voxels(image_MDHW, self.patch)
+        return F.linear(voxels, self.proj.weight.flatten(1), self.proj.bias)
 
 
 class HierarchicalViT(VolumeNetwork):
@@ -129,6 +130,7 @@ class HierarchicalViT(VolumeNetwork):
         max_scans: int = 0,
         dropout: float = 0.0,
         layers: Sequence[int] = (),
+        stem: Stem = "patches",
     ) -> None:
         super().__init__()
         from timm.models.vision_transformer import Block
@@ -158,8 +160,11 @@ class HierarchicalViT(VolumeNetwork):
             "max_scans": max_scans,
             "dropout": dropout,
             "layers": list(layers),
+            "stem": stem,
         }
-        self.patch_embed = PatchEmbedding(self.patch_size, embed_dim)
+        check_choice(stem, get_args(Stem), "stem")
+        make = PatchEmbedding if stem == "patches" else ConvolutionStem
+        self.patch_embed = make(self.patch_size, embed_dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         rates = [drop_path_rate * layer / max(1, depth - 1) for layer in range(depth)]
         self.blocks = nn.ModuleList(

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -10,6 +10,10 @@ from medvl.encoders.pretrained import KeyMap, fitting_keys
 from medvl.errors import ConfigError
 
 Sides = tuple[int, int, int]
+Stem = Literal["patches", "convolutions"]
+"""Input of a Transformer: a linear map of the voxels of each patch, as published, or
+`ConvolutionStem`.
+"""
 
 
 class VolumeNetwork(nn.Module, abc.ABC):
@@ -81,6 +85,14 @@ def grid_of(size: Sides, patch: Sides) -> Sides:
     return size[0] // patch[0], size[1] // patch[1], size[2] // patch[2]
 
 
+def patch_voxels(image_MDHW: Tensor, patch: Sides) -> Tensor:
+    """Return (M, d, h, w, voxels): the voxels of each patch in the order z, y, x."""
+    depth, height, width = patch
+    cells = image_MDHW.unflatten(3, (-1, width)).unflatten(2, (-1, height))
+    cells = cells.unflatten(1, (-1, depth)).permute(0, 1, 3, 5, 2, 4, 6)
+    return cells.flatten(4)
+
+
 def check_width(width: int, heads: int) -> None:
     """Raise ConfigError for a width that positions or heads do not divide."""
     check_argument(heads > 0, "num_heads", "1 or more", heads)
@@ -96,3 +108,45 @@ def check_argument(is_right: bool, field: str, expected: str, value: object) -> 
         raise ConfigError(
             f"expected {field} as {expected}, got {value}", "out_of_range", field=field
         )
+
+
+class ConvolutionStem(nn.Module):
+    """Convolutions of 3 x 3 x 3 with batch norm and ReLU, then a linear map, in place of a linear
+    map of patches (Xiao et al., arXiv 2106.14881).
+
+    Each convolution but the last ones halves y and x, or z too, so that the output has one token
+    for each patch. Channels double up to `width`.
+
+    Args:
+        patch: voxels of a patch along (z, y, x), powers of two.
+        width: channels of the output.
+
+    Raises ConfigError ("out_of_range") for another patch.
+    """
+
+    def __init__(self, patch: Sides, width: int) -> None:
+        check_argument(
+            all(side & (side - 1) == 0 for side in patch) and max(patch) > 1,
+            "patch_size",
+            'powers of two for stem "convolutions"',
+            patch,
+        )
+        count = max(patch).bit_length() - 1
+        layers: list[nn.Module] = []
+        before = 1
+        for stage in range(count, 0, -1):  # finer axes are halved last
+            after = max(8, width >> (stage - 1))
+            stride = tuple(2 if side >> stage - 1 > 1 else 1 for side in patch)
+            layers += [
+                nn.Conv3d(before, after, 3, stride, 1, bias=False),
+                nn.BatchNorm3d(after),
+                nn.ReLU(inplace=True),
+            ]
+            before = after
+        super().__init__()
+        self.layers = nn.Sequential(*layers, nn.Conv3d(before, width, 1))
+
+    def forward(self, image_MDHW: Tensor) -> Tensor:
+        """Return (M, d, h, w, width)."""
+        tokens_MXdhw: Tensor = self.layers(image_MDHW[:, None])
+        return tokens_MXdhw.movedim(1, 4)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.encoders import TextEncoder
 from medvl.models.dual_encoders.bases.base import Positives, TemperatureConfig
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
 from medvl.models.registry import register_system
@@ -38,7 +39,30 @@ class HLIPConfig(VolumeDualConfig, TemperatureConfig):
     """Initial bias of the pairwise sigmoid loss (SigLIP), which then replaces CLIP's; None:
     CLIP's.
     """
+    batch_norm: bool = False
+    """Normalise class tokens of volumes over the batch, before their linear layer. Encoders from
+    scratch need it, because the tokens of any two volumes start with a cosine near 1. Published:
+    False.
+    """
     positives: Positives = "own"
+
+
+class NormalizedHead(nn.Module):
+    """Batch norm without weights, then a linear layer without a bias.
+
+    In training, statistics are those of the volumes of one rank; a batch needs two.
+    """
+
+    def __init__(self, width: int, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width, affine=False)
+        self.proj = nn.Linear(width, dim, bias=False)
+
+    def forward(self, vectors_XD: Tensor) -> Tensor:
+        """Return (..., E) of vectors (..., D)."""
+        normalized_ND = self.norm(vectors_XD.flatten(0, -2))
+        projected_XE: Tensor = self.proj(normalized_ND).view(*vectors_XD.shape[:-1], -1)
+        return projected_XE
 
 
 @register_system("hlip")
@@ -57,6 +81,15 @@ class HLIP(VolumeDualEncoder):
         super().__init__(config, *args, **kwargs)
         if config.bias is not None:
             self.logit_bias = nn.Parameter(torch.tensor(config.bias))
+
+    @classmethod
+    def make_heads(
+        cls, config: HLIPConfig, image_encoder: Any, text_encoder: TextEncoder
+    ) -> dict[str, Any]:
+        heads = super().make_heads(config, image_encoder, text_encoder)
+        if config.batch_norm:
+            heads["image_head"] = NormalizedHead(image_encoder.feature_dim, config.projection_dim)
+        return heads
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
         return Losses.sum(contrastive=self.contrast(*gather_global(pairs)))
