@@ -31,6 +31,7 @@ calcifications of the aorta, also after 300 further steps. `medvl eval retrieval
 of a volume among the first five in 9.3 % [7.1, 11.6], the commonest texts in 3.0 %.
 """
 
+import dataclasses
 from pathlib import Path
 
 from medvl.data import VolumeTransform, WholeText
@@ -72,7 +73,7 @@ paper = Recipe(
         checkpoint_every=5000,
     ),
 )
-tiny = quickstart.volume_recipe(
+_TINY = quickstart.volume_recipe(
     "ct-clip-run",
     CTCLIPConfig(
         image_arguments={
@@ -86,6 +87,10 @@ tiny = quickstart.volume_recipe(
         },
         **quickstart.VOLUMES,
     ),
+)
+tiny = dataclasses.replace(
+    _TINY,
+    train=dataclasses.replace(_TINY.train, steps=1000, validate_every=500, checkpoint_every=500),
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}

@@ -136,9 +136,9 @@ class ConvolutionStem(nn.Module):
         before = 1
         for stage in range(count, 0, -1):  # finer axes are halved last
             after = max(8, width >> (stage - 1))
-            stride = tuple(2 if side >> stage - 1 > 1 else 1 for side in patch)
+            z, y, x = (2 if side >> stage - 1 > 1 else 1 for side in patch)
             layers += [
-                nn.Conv3d(before, after, 3, stride, 1, bias=False),
+                nn.Conv3d(before, after, 3, (z, y, x), 1, bias=False),
                 nn.BatchNorm3d(after),
                 nn.ReLU(inplace=True),
             ]

@@ -139,6 +139,35 @@ def test_gradients_reach_all_parameters_with_and_without_checkpointing():
     torch.testing.assert_close(plain, recomputed)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vit", {"embed_dim": 24, "depth": 2, "num_heads": 2}),
+        ("ctvit", {"embed_dim": 24, "depth": 1, "num_heads": 2, "head_dim": 8}),
+    ],
+)
+def test_a_convolutional_stem_has_a_token_for_each_patch(name, options):
+    patch = (1, 4, 2)
+    shape = {"size": (2, 8, 6), "patch_size": patch, "stem": "convolutions"}
+    encoder = create_volume_encoder(name, **shape, **options)
+    image_BCDHW = volumes(3, 1, 2, 8, 6)
+    features = encoder(image_BCDHW)
+    assert features.grid == (2, 2, 3)
+    (features.pooled_BD.sum() + (features.patches_BPD**2).sum()).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in encoder.parameters())
+    same = create_volume_encoder(**encoder.config)
+    same.load_state_dict(encoder.state_dict())
+    both = [each.eval()(image_BCDHW).pooled_BD for each in (encoder, same)]
+    torch.testing.assert_close(*both)
+    stem = encoder.backbone.patch_embed.layers
+    strides = [layer.stride for layer in stem if isinstance(layer, torch.nn.Conv3d)]
+    assert strides == [(1, 2, 1), (1, 2, 2), (1, 1, 1)]
+    with raises(ConfigError, "out_of_range", "patch_size"):
+        create_volume_encoder(name, **{**shape, **options, "patch_size": (1, 4, 6)})
+    with raises(ConfigError, "unknown_name", "stem"):
+        create_volume_encoder(name, **{**shape, **options, "stem": "none"})
+
+
 def test_layers_are_grouped_by_depth():
     encoder = tiny()
     groups = encoder.parameter_layers()

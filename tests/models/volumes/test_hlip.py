@@ -134,3 +134,16 @@ def test_images_are_refused() -> None:
         hlip()(make_batch("clip"))
     with raises(ConfigError, "unknown_name", "name"):
         hlip(image_encoder="resnet50")
+
+
+def test_batch_norm_spreads_class_tokens_before_the_linear_layer() -> None:
+    model = hlip(batch_norm=True).train()
+    volumes = make_batch("hlip").image_BCDHW
+    token_BD = model.image_encoder(volumes).pooled_BD
+    spread_BD = token_BD - token_BD.mean(dim=0)
+    spread_BD = spread_BD / (token_BD.var(dim=0, unbiased=False) + 1e-5).sqrt()
+    expected = spread_BD @ model.image_head.proj.weight.T
+    torch.testing.assert_close(model.unnormalized_image(volumes), expected)
+    patches_BPD = model.eval().image_encoder(volumes).patches_BPD
+    each = torch.stack([model.image_head(patch_BD) for patch_BD in patches_BPD.unbind(1)], dim=1)
+    torch.testing.assert_close(model.image_head(patches_BPD), each)
