@@ -14,9 +14,9 @@ before (`medvl import ct_clip` reads the released model with them, and `--init-f
 it); all reconstructions of all patients are read, where the released loop keeps the first 80 % of
 a directory listing. A run of ours needs the volumes.
 
-Preset `tiny`: 16 x 32 x 32 voxels, one sentence of a report at a time, and both encoders from
-scratch, so that texts are the maximum over their tokens in place of the class token, which starts
-equal for all; on scans of the phantom:
+Preset `tiny`: 16 x 32 x 32 voxels, some sentences of a report in random order, and both encoders
+from scratch. Deviations: convolutions in place of the linear map of patches, whose norm removes the
+brightness of a patch, and texts as the maximum over their tokens. On scans of the phantom:
 
     medvl phantom ct-rate --out ct-rate --patients 1600 --shape 16 32 32 --reconstructions 1
     medvl shards ct-rate --root ct-rate --out ct-rate-shards

@@ -17,9 +17,10 @@ A forward pass takes 593 GFLOP a volume; a training step keeps 0.84 GB of it, 0.
 are recomputed (`medvl doctor volumes hlip_ct_rate`). Users report a mean AUROC of 0.758 on 16
 findings with batches of 512 and a rate of 8e-5. A run of ours needs the volumes.
 
-Preset `tiny`: 16 x 32 x 32 voxels, one sentence of a report at a time, and both encoders from
-scratch, so that texts are the maximum over their tokens in place of the class token, which starts
-equal for all; on scans of the phantom:
+Preset `tiny`: 16 x 32 x 32 voxels, some sentences of a report in random order, and both encoders
+from scratch. Deviations: a batch norm before the linear layer of volumes, attention over all
+patches in each of the three layers, and texts as the maximum over their tokens. On scans of the
+phantom:
 
     medvl phantom ct-rate --out ct-rate --patients 1600 --shape 16 32 32 --reconstructions 1
     medvl shards ct-rate --root ct-rate --out ct-rate-shards
@@ -28,9 +29,11 @@ equal for all; on scans of the phantom:
     medvl eval zero-shot --checkpoint ct-rate-run/best --data ct-rate-shards/test \\
         --prompts phantom_ct
 
-On 600 scans of 400 patients, after three minutes on one core: mean AUROC 0.693 [0.678, 0.709]; 1.000
-for pleural effusion and cardiomegaly, 0.777 for pericardial effusion, chance for the other four.
-That of `recipes/ct_clip_ct_rate.py`, whose volumes have no class token, is 0.797.
+On 600 scans of 400 patients, after three minutes on one core: mean AUROC 0.932 [0.926, 0.939]; 0.995
+or more for six findings and chance for nodules. `medvl eval retrieval` finds the report of a volume
+among the first five in 39.7 % [35.9, 43.6], the commonest texts in 3.0 % [1.7, 4.4]. Maps of
+findings on 200 other scans (`medvl eval volume-grounding`): 0.642 [0.620, 0.662] of voxels inside
+a finding are above those outside; emphysema is inverted, 0.155.
 """
 
 import dataclasses

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from medvl.common.config_io import check_choice
 from medvl.data.annotations import Phrase, published_size
@@ -172,20 +172,11 @@ def embed_patches(model: DualEncoder, image_BCHW: Tensor) -> tuple[Tensor, Size]
 def has_volume_patches(model: System) -> bool:
     """Return whether a model reads volumes and its patches are in the space of texts."""
     transform: Any = model.transform
-    if not isinstance(model, DualEncoder) or not isinstance(transform, VolumeTransform):
-        return False
-    encoder, head = model.image_encoder, model.image_head
-    is_shared = (
-        isinstance(head, nn.Linear) and head.in_features == encoder.patch_dim == encoder.feature_dim
-    )
-    return isinstance(model, HasRegions) or is_shared
+    return isinstance(transform, VolumeTransform) and isinstance(model, HasRegions)
 
 
 def embed_volume_patches(model: System, image_BCDHW: Tensor) -> Tensor:
     """Return patches of volumes in the space of texts (B, d, h, w, E) float32, not normalized.
-
-    These are the regions that the model compares with texts. If it has none, the encoder's patches
-    are projected by the head of the pooled vector.
 
     Raises EvaluationError ("unsupported") for a model without such patches.
     """
@@ -196,10 +187,7 @@ def embed_volume_patches(model: System, image_BCDHW: Tensor) -> Tensor:
             field="model",
         )
     of_volumes: Any = model
-    if isinstance(model, HasRegions):
-        patches_BPE = of_volumes.embed_regions(image_BCDHW)
-    else:
-        patches_BPE = of_volumes.image_head(of_volumes.image_encoder(image_BCDHW).patches_BPD)
+    patches_BPE = of_volumes.embed_regions(image_BCDHW)
     patches: Tensor = patches_BPE.float().unflatten(1, of_volumes.image_encoder.grid)
     return patches
 

@@ -8,8 +8,8 @@ Protocol "volume_grounding", version 1:
   the finding's boxes. Findings outside of the model's cut are left out and counted.
 * The value of a patch is its similarity with the positive prompts of the finding minus that with
   the negative ones, each a mean over sentences; without prompts, the similarity with "There is
-  FINDING.". Patches are those of `embed_regions`, or the encoder's behind the model's head. Voxels
-  have the values of their patches, interpolated linearly.
+  FINDING.". Patches are those of the model's `embed_regions`. Voxels have the values of their
+  patches, interpolated linearly.
 * "voxel_auroc" is the probability that a voxel inside is above one outside; a random map has 0.5.
   "signed_cnr" and "pointing_game" are those of `medvl eval grounding`; the chance of the latter is
   the share of voxels inside, `details["chance"]`.

@@ -91,6 +91,11 @@ class HLIP(VolumeDualEncoder):
             heads["image_head"] = NormalizedHead(image_encoder.feature_dim, config.projection_dim)
         return heads
 
+    def embed_regions(self, image_BCDHW: Tensor) -> Tensor:
+        """Return (B, P, E) float32: each patch behind the layer of the class token, not normalised."""
+        patches_BPE: Tensor = self.image_head(self.image_encoder(image_BCDHW).patches_BPD)
+        return patches_BPE.float()
+
     def compare_pairs(self, pairs: Pairs) -> Losses:
         return Losses.sum(contrastive=self.contrast(*gather_global(pairs)))
 
