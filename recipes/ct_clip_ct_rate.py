@@ -25,13 +25,13 @@ brightness of a patch, and texts as the maximum over their tokens. On scans of t
     medvl eval zero-shot --checkpoint ct-clip-run/best --data ct-rate-shards/test \\
         --prompts phantom_ct
 
-On 600 scans of 400 patients, after seven minutes on one core: mean AUROC 0.797 [0.786, 0.808]; 1.000
-for cardiomegaly, consolidation and both effusions, and chance for nodules, emphysema and
-calcifications of the aorta, also after 300 further steps. `medvl eval retrieval` finds the report
-of a volume among the first five in 9.3 % [7.1, 11.6], the commonest texts in 3.0 %.
+On 600 scans of 400 patients, after three minutes on one core: mean AUROC 0.859 [0.849, 0.869]; 1.000
+for four findings, 0.983 for consolidation, and chance for nodules and calcifications of the aorta.
+`medvl eval retrieval` finds the report of a volume among the first five in 29.7 % [25.9, 33.4], the
+commonest texts in 3.0 % [1.7, 4.4]. Maps of findings in 200 other scans (`medvl eval
+volume-grounding --prompts phantom_ct`) have an AUROC of voxels of 0.645 [0.628, 0.662].
 """
 
-import dataclasses
 from pathlib import Path
 
 from medvl.data import VolumeTransform, WholeText
@@ -73,7 +73,7 @@ paper = Recipe(
         checkpoint_every=5000,
     ),
 )
-_TINY = quickstart.volume_recipe(
+tiny = quickstart.volume_recipe(
     "ct-clip-run",
     CTCLIPConfig(
         image_arguments={
@@ -87,10 +87,6 @@ _TINY = quickstart.volume_recipe(
         },
         **quickstart.VOLUMES,
     ),
-)
-tiny = dataclasses.replace(
-    _TINY,
-    train=dataclasses.replace(_TINY.train, steps=1000, validate_every=500, checkpoint_every=500),
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}

@@ -36,9 +36,8 @@ def reads_volumes(model: System) -> bool:
 def patch_map(model: System, image_1CDHW: Tensor, text: str) -> Tensor:
     """Return (d, h, w) float32: the cosine of a text with each patch of one volume.
 
-    Patches are the vectors that the system compares with texts, else the encoder's patches behind
-    the head of its pooled vector. Larger is warmer; values of two volumes or models cannot be
-    compared.
+    Patches are those of the system's `embed_regions`. Larger is warmer; values of two volumes or
+    models cannot be compared.
 
     Args:
         model: a dual-encoder of volumes, in eval mode.

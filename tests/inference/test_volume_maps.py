@@ -67,13 +67,6 @@ def test_maps_are_cosines_of_patches_with_the_text(make) -> None:
         medvl.heatmap(model, volume, " ")
 
 
-def test_a_model_without_patches_in_the_space_of_texts_is_refused() -> None:
-    model = tiny(hlip)
-    model.image_head = torch.nn.Identity()
-    with raises(EvaluationError, "unsupported", "model"):
-        medvl.heatmap(model, canonical((4, 12, 12)), TEXT)
-
-
 def test_maps_follow_the_spacing_and_size_of_the_shards() -> None:
     """A voxel has the value of the stored voxel that lies at its place."""
     model = tiny(hlip)

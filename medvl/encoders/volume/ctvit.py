@@ -44,6 +44,7 @@ class CTViT(VolumeNetwork):
             weights and does not change in training, where the released code moves it to the mean
             of its patches.
         transposed: exchange y and x of the input, as the released loader does.
+        stem: "patches", as published, or "convolutions" (`ConvolutionStem`).
 
     Raises:
         ConfigError: "out_of_range" or "mismatch" for an argument.

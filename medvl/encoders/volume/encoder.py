@@ -143,7 +143,7 @@ def create_volume_encoder(
         rescale: keep the response of an inflated encoder to a constant image when its filters are
             enlarged; HLIP does not.
         arguments: those of the network: of "vit", `patch_size`, `embed_dim`, `depth`, `num_heads`,
-            `attention`, `drop_path_rate`, `max_scans`, `dropout` and `layers`
+            `attention`, `drop_path_rate`, `max_scans`, `dropout`, `layers` and `stem`
             (`medvl.encoders.volume.hierarchical_vit.HierarchicalViT`); of "ctvit", those of
             `medvl.encoders.volume.ctvit.CTViT`; of "primus", those of
             `medvl.encoders.volume.primus.Primus`.

@@ -112,6 +112,9 @@ class HierarchicalViT(VolumeNetwork):
         drop_path_rate: rate of stochastic depth in the last layer; it grows linearly from 0.
         max_scans: rows of the table of scan positions, for studies of several scans; in training,
             each step draws which rows scans have. 0: no table. HLIP's files for CT have 1.
+        dropout: rate of dropout in attention and feed-forward layers.
+        layers: earlier layers whose patches are returned too.
+        stem: "patches", as published, or "convolutions" (`ConvolutionStem`).
 
     Raises:
         ConfigError: "unknown_name", "out_of_range" or "mismatch" for an argument.

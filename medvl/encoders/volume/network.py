@@ -114,8 +114,8 @@ class ConvolutionStem(nn.Module):
     """Convolutions of 3 x 3 x 3 with batch norm and ReLU, then a linear map, in place of a linear
     map of patches (Xiao et al., arXiv 2106.14881).
 
-    Each convolution but the last ones halves y and x, or z too, so that the output has one token
-    for each patch. Channels double up to `width`.
+    Convolutions halve the axes until the output has one token for each patch, those with small
+    patches last. Channels double up to `width`. In training, statistics are those of one rank.
 
     Args:
         patch: voxels of a patch along (z, y, x), powers of two.
@@ -134,7 +134,7 @@ class ConvolutionStem(nn.Module):
         count = max(patch).bit_length() - 1
         layers: list[nn.Module] = []
         before = 1
-        for stage in range(count, 0, -1):  # finer axes are halved last
+        for stage in range(count, 0, -1):  # axes with small patches are halved last
             after = max(8, width >> (stage - 1))
             z, y, x = (2 if side >> stage - 1 > 1 else 1 for side in patch)
             layers += [

@@ -92,7 +92,7 @@ class HLIP(VolumeDualEncoder):
         return heads
 
     def embed_regions(self, image_BCDHW: Tensor) -> Tensor:
-        """Return (B, P, E) float32: each patch behind the layer of the class token, not normalised."""
+        """Return (B, P, E) float32: patches behind the layer of the class token, not normalised."""
         patches_BPE: Tensor = self.image_head(self.image_encoder(image_BCDHW).patches_BPD)
         return patches_BPE.float()
 
