@@ -68,10 +68,9 @@ class VolumeEncoder(Encoder):
         """Encode a batch of volumes.
 
         Args:
-            image_BCDHW: (B, 1, D, H, W), or (B, N, D, H, W) for N scans of a study. int16 or
-                floats: Hounsfield units, which are clipped to the window; uint8: 0 is its lower
-                end, 255 its upper. The sides are multiples of `patch_size`; positions are
-                interpolated to another size than `size`.
+            image_BCDHW: (B, 1, D, H, W), or (B, N, D, H, W) for N scans of a study: Hounsfield
+                units in int16 or floats, which are clipped to the window. The sides are multiples
+                of `patch_size`; positions are interpolated to another size than `size`.
 
         Returns:
             Patches in the order of layers, scans, z, y, x; `grid` counts those of all layers and
@@ -102,15 +101,13 @@ class VolumeEncoder(Encoder):
         )
 
     def _normalize(self, image_BCDHW: Tensor) -> Tensor:
-        if image_BCDHW.dtype == torch.uint8:
-            share = image_BCDHW.float() / 255
-        elif image_BCDHW.dtype == torch.int16 or image_BCDHW.is_floating_point():
-            low, high = self.window
-            share = ((image_BCDHW.float() - low) / (high - low)).clamp(0, 1)
-        else:
+        if image_BCDHW.dtype != torch.int16 and not image_BCDHW.is_floating_point():
             raise ConfigError(
-                f"expected int16, uint8 or floats, got {image_BCDHW.dtype}", "wrong_type"
+                f"expected Hounsfield units in int16 or floats, got {image_BCDHW.dtype}",
+                "wrong_type",
             )
+        low, high = self.window
+        share = ((image_BCDHW.float() - low) / (high - low)).clamp(0, 1)
         return (share - self.config["mean"]) / self.config["std"]
 
 
