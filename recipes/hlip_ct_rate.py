@@ -33,7 +33,8 @@ On 600 scans of 400 patients, after three minutes on one core: mean AUROC 0.932 
 or more for six findings and chance for nodules. `medvl eval retrieval` finds the report of a volume
 among the first five in 39.7 % [35.9, 43.6], the commonest texts in 3.0 % [1.7, 4.4]. Maps of
 findings in 200 other scans (`medvl eval volume-grounding --prompts phantom_ct`) have an AUROC of
-voxels of 0.642 [0.620, 0.662], and 0.155 for emphysema, whose map is inverted.
+voxels of 0.642 [0.620, 0.662], after one step at a rate near 0 already 0.589 [0.572, 0.607]: they
+show mostly where a finding usually is. That of emphysema is inverted, 0.155.
 """
 
 import dataclasses
