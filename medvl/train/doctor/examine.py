@@ -302,7 +302,7 @@ def _volume_bytes(loader: Any, batch: Batch) -> tuple[float, float] | None:
     source = loader.samples.source
     places = np.linspace(0, len(source) - 1, min(len(source), _VOLUMES)).astype(int).tolist()
     stored = [source.volume_bytes(place) for place in places]
-    return sum(stored) / len(stored), batch.image_BCDHW[0].nbytes
+    return sum(stored) / len(stored), sum(each[0].nbytes for each in batch.embedded)
 
 
 def _measure_step(
