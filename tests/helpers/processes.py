@@ -1,7 +1,8 @@
 """Tests in several processes, forked from the one that has imported and collected them.
 
-A process that starts anew imports and collects for a quarter of a minute. A file of tests is a
-unit of work: a process asks for the next one when it comes to the last test of a file.
+pytest-xdist starts its processes anew. Each then imports and collects by itself, 20 CPU seconds,
+and starts a server of helpers.forked, 7 more: for four processes 80 of the suite's 1,000. A file of
+tests is a unit of work: a process asks for the next one when it comes to the last test of a file.
 """
 
 import contextlib
