@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 all="zero-shot probe grounding chexzero dense vqa vqa-medvill reports pretraining generation \
-    generation-variants benchmark benchmark-options"
+    generation-variants volumes benchmark benchmark-options"
 parts="${*:-$all}"
 for part in $parts; do
     case " $all " in *" $part "*) ;; *) echo "error: no part $part: take $all" >&2; exit 2 ;; esac
@@ -95,6 +95,18 @@ if wanted generation-variants; then
         --train.epochs None --train.steps 1200 --train.validate-every 400
     draw roentgen-few generated-few --data quickstart/few/train --limit 64 --guidance 1 3
     judge generation-few --train quickstart/few/train $shards/train --generated quickstart/generated-few/guidance-{1,3}
+fi
+if wanted volumes; then
+    scans=quickstart/ct-rate-shards
+    $bin/medvl phantom ct-rate --out quickstart/ct-rate --patients 1600 --shape 16 32 32 --reconstructions 1
+    $bin/medvl shards ct-rate --root quickstart/ct-rate --out $scans
+    $bin/medvl vocab --data $scans/train --out quickstart/ct-rate-vocab --kind words
+    for system in hlip ct_clip; do
+        torchrun recipes/${system}_ct_rate.py tiny --data.train $scans/train --data.valid $scans/validate \
+            --data.tokenizer quickstart/ct-rate-vocab --train.run-dir quickstart/$system-ct-rate
+        evaluate zero-shot quickstart/zero-shot-$system --checkpoint quickstart/$system-ct-rate/best --data $scans/test \
+            --prompts phantom_ct
+    done
 fi
 if wanted benchmark; then # prints what failed
     $bin/medvl benchmark phantom-quick --out quickstart/benchmark --jobs 2 || true

@@ -73,6 +73,12 @@ TABLES = (
         rows={"mean of the five": _MEAN},
     ),
     Table(
+        name="volumes",
+        corner="zero-shot of chest CTs, mean AUROC",
+        columns={"HLIP": "zero-shot-hlip", "CT-CLIP": "zero-shot-ct_clip"},
+        rows={"seven findings": ("auroc", "macro")},
+    ),
+    Table(
         name="vqa",
         corner="accuracy",
         columns={"M3AE": "vqa-m3ae-answers", "MedViLL": "vqa-medvill-answers"},

@@ -285,8 +285,8 @@ maximum over its tokens, as its class token starts equal for all texts.
 
 
 def volume_recipe(run_dir: str, model: _Model) -> "Recipe[_Model, VolumeDataConfig]":
-    """Return the preset `tiny` of a dual-encoder of volumes, on chest CTs of the phantom: one
-    sentence of a report at a time, both encoders from scratch.
+    """Return the preset `tiny` of a dual-encoder of volumes, on chest CTs of the phantom: some
+    sentences of a report in random order, both encoders from scratch.
 
     Args:
         run_dir: folder of the run.
