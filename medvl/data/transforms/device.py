@@ -2,7 +2,7 @@
 leaves to it.
 
     # in a loader's worker, from the sample's generator
-    parameters_K = draw_parameters(transforms, image_HWC, radius)
+    parameters_K = draw_parameters(affine, color, blur, image_HWC.shape, radius)
     # all images of a batch at once, on their device
     batch = augment_batch(batch)
 
@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from medvl.data.transforms.operations import draw
 from medvl.schema import Batch
 
 if TYPE_CHECKING:
@@ -42,32 +43,28 @@ def kernel_radius(sigma: float) -> int:
     return int(3.5 * sigma)
 
 
-def draw_parameters(transforms: Sequence[Any], image_HWC: np.ndarray, radius: int) -> np.ndarray:
+def draw_parameters(
+    affine: Any, color: Any, blur: Any, shape: tuple[int, ...], radius: int
+) -> np.ndarray:
     """Return float32 (K,): draw the parameters of albumentations' Affine, ColorJitter and
-    GaussianBlur for an image.
+    GaussianBlur for an image of a shape.
 
     The kernel is filled up to `radius`.
     """
-    affine, color, blur = (_draw(transform, image_HWC) for transform in transforms)
-    inverse_23 = cv2.invertAffineTransform(affine["matrix"][:2])
-    brightness_first = color["order"].index(0) < color["order"].index(1)
+    inverse_23 = cv2.invertAffineTransform(draw(affine, shape)["matrix"][:2])
+    change = draw(color, shape)
+    kernel = draw(blur, shape)["kernel"]
     half_R = np.zeros(radius + 1)
-    kernel = blur["kernel"][len(blur["kernel"]) // 2 :]
-    half_R[: len(kernel)] = kernel
+    half = kernel[len(kernel) // 2 :]
+    half_R[: len(half)] = half
     values = [
         *inverse_23.ravel(),
-        color["brightness"],
-        color["contrast"],
-        brightness_first,
+        change["brightness"],
+        change["contrast"],
+        change["order"].index(0) < change["order"].index(1),
         *half_R,
     ]
     return np.array(values, np.float32)
-
-
-def _draw(transform: Any, image_HWC: np.ndarray) -> dict[str, Any]:
-    data = {"image": image_HWC}
-    parameters: dict[str, Any] = transform.update_transform_params(transform.get_params(), data)
-    return parameters | transform.get_params_dependent_on_data(parameters, data)
 
 
 def stack_views(first: "Transformed", *others: "Transformed | None") -> np.ndarray | None:

@@ -30,6 +30,7 @@ from medvl.common.config_io import check_choice
 from medvl.data.images.codecs import decode_image, encode_stored
 from medvl.data.reports.cleaning import names_side
 from medvl.data.transforms.device import draw_parameters, kernel_radius
+from medvl.data.transforms.operations import Crop, crop_and_resize, draw, warp
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -499,52 +500,62 @@ class ConVIRTAugmentation:
         )  # otherwise its import checks the network for updates
         import albumentations
 
-        pipeline = albumentations.Compose(
-            [
-                albumentations.RandomResizedCrop(
-                    (self.size, self.size),
-                    scale=self.area,
-                    ratio=self.aspect,
-                    area_for_downscale="image",
-                    p=1.0,
-                ),
-                albumentations.Affine(
-                    rotate=(-self.rotation, self.rotation),
-                    translate_percent=(-self.translation, self.translation),
-                    scale=self.scale,
-                    keep_ratio=True,
-                    p=1.0,
-                ),
-                albumentations.ColorJitter(
-                    brightness=(1 - self.brightness, 1 + self.brightness),
-                    contrast=(1 - self.contrast, 1 + self.contrast),
-                    saturation=(1.0, 1.0),
-                    hue=(0.0, 0.0),
-                    p=1.0,
-                ),
-                albumentations.GaussianBlur(sigma_limit=self.blur_sigma, blur_limit=0, p=1.0),
-            ]
+        crop, affine, color, blur = operations = (
+            albumentations.RandomResizedCrop(
+                (self.size, self.size),
+                scale=self.area,
+                ratio=self.aspect,
+                area_for_downscale="image",
+                p=1.0,
+            ),
+            albumentations.Affine(
+                rotate=(-self.rotation, self.rotation),
+                translate_percent=(-self.translation, self.translation),
+                scale=self.scale,
+                keep_ratio=True,
+                p=1.0,
+            ),
+            albumentations.ColorJitter(
+                brightness=(1 - self.brightness, 1 + self.brightness),
+                contrast=(1 - self.contrast, 1 + self.contrast),
+                saturation=(1.0, 1.0),
+                hue=(0.0, 0.0),
+                p=1.0,
+            ),
+            albumentations.GaussianBlur(sigma_limit=self.blur_sigma, blur_limit=0, p=1.0),
         )
         flips = self.flip != "off"
 
         def apply(image: np.ndarray, rng: np.random.Generator) -> Transformed:
-            # Compose would seed all operations alike, so that bright images would be the blurred
-            # ones.
+            # Seeded alike, bright images would be the blurred ones: one generator for all.
             py_random = random.Random(int(rng.integers(2**31)))
-            for operation in pipeline.transforms:
+            for operation in operations:
                 operation.set_random_state(rng, py_random)
             is_flipped = flips and bool(rng.random() < self.flip_rate)
             # Mirroring first is equivalent: the distributions of the other steps are symmetric.
-            source = np.ascontiguousarray(image[:, ::-1]) if is_flipped else image
-            source = with_channels(to_square(source) if self.pad else source)
-            if not self.on_device:
-                return Transformed(with_channels(pipeline(image=source)["image"]), is_flipped)
-            crop, *others = pipeline.transforms
-            image_HWC = with_channels(crop(image=source)["image"])
-            deferred_K = draw_parameters(others, image_HWC, kernel_radius(self.blur_sigma[1]))
-            return Transformed(image_HWC, is_flipped, deferred_K=deferred_K)
+            area = self._drawn(crop, image, mirror=is_flipped)
+            image_HWC = with_channels(crop_and_resize(image, area, self.size, mirror=is_flipped))
+            shape = image_HWC.shape
+            if self.on_device:
+                radius = kernel_radius(self.blur_sigma[1])
+                deferred_K = draw_parameters(affine, color, blur, shape, radius)
+                return Transformed(image_HWC, is_flipped, deferred_K=deferred_K)
+            image_HWC = with_channels(warp(image_HWC, draw(affine, shape)))
+            image_HWC = color.apply(image_HWC, **draw(color, shape))
+            image_HWC = blur.apply(image_HWC, **draw(blur, shape))
+            return Transformed(np.ascontiguousarray(image_HWC), is_flipped)
 
         return apply
+
+    def _drawn(self, crop: Any, image: np.ndarray, *, mirror: bool) -> Crop:
+        """Return the crop that is drawn of an image, or of its mirror image, with its borders."""
+        height, width = image.shape[:2]
+        side = max(height, width)
+        shape = (side, side) if self.pad else (height, width)
+        left, top, right, bottom = draw(crop, shape)["crop_coords"]
+        down, across = (shape[0] - height) // 2, (shape[1] - width) // 2
+        area = Crop(left - across, top - down, right - across, bottom - down)
+        return area.mirrored(width) if mirror else area
 
 
 def as_list(images: Any) -> Sequence[Any]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import albumentations
 import cv2
 import numpy as np
 import pytest
@@ -29,8 +28,14 @@ from medvl.data.loading.loader import Loader, open_loader
 from medvl.data.loading.sources import no_text
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
+from medvl.data.transforms import operations
 from medvl.data.transforms.device import augment_batch, augment_images
-from medvl.data.transforms.image import BuiltTransform, ConVIRTAugmentation, EvalTransform
+from medvl.data.transforms.image import (
+    BuiltTransform,
+    ConVIRTAugmentation,
+    EvalTransform,
+    Transformed,
+)
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
 from medvl.schema import Batch, Inputs, Sample
@@ -104,31 +109,35 @@ def test_images_are_those_of_the_workers(
         assert not torch.equal(found_BCHW.cpu(), stacked(left, torch.device("cpu")))
 
 
-def pipelines() -> tuple[list[Any], BuiltTransform, BuiltTransform]:
-    """Return albumentations' pipelines of a transform in the workers and of one on the device,
-    and these two.
+def with_draws(
+    transform: BuiltTransform, pixels: np.ndarray, seed: int
+) -> tuple[Transformed, dict[str, dict[str, Any]]]:
+    """Return a transformed image, and the parameters that each of albumentations' operations drew,
+    by its name.
     """
-    made: list[Any] = []
+    drawn: dict[str, dict[str, Any]] = {}
 
-    class Kept(albumentations.Compose):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            made.append(self)
+    def noted(operation: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+        return drawn.setdefault(type(operation).__name__, operations.draw(operation, shape))
 
-    with mock.patch.object(albumentations, "Compose", Kept):
-        apply, defer = (ConVIRTAugmentation(size=64, on_device=on).build() for on in (False, True))
-    return made, apply, defer
+    with (
+        mock.patch("medvl.data.transforms.image.draw", noted),
+        mock.patch("medvl.data.transforms.device.draw", noted),
+    ):
+        return transform(pixels, np.random.default_rng(seed)), drawn
 
 
 def test_parameters_are_those_of_the_workers() -> None:
-    """Those that albumentations has applied, read from its transforms."""
-    made, apply, defer = pipelines()
+    """Those that albumentations draws for its operations."""
+    apply, defer = (ConVIRTAugmentation(size=64, on_device=on).build() for on in (False, True))
     for seed in range(20):
-        apply(photo((90, 120)), np.random.default_rng(seed))
-        crop, affine, color, blur = (transform.params for transform in made[0].transforms)
-        parameters_K = defer(photo((90, 120)), np.random.default_rng(seed)).deferred_K
+        _, drawn = with_draws(apply, photo((90, 120)), seed)
+        affine, color, blur = (drawn[name] for name in ("Affine", "ColorJitter", "GaussianBlur"))
+        deferred, others = with_draws(defer, photo((90, 120)), seed)
+        parameters_K = deferred.deferred_K
         assert parameters_K is not None
-        assert made[1].transforms[0].params["crop_coords"] == crop["crop_coords"]
+        crops = (each["RandomResizedCrop"]["crop_coords"] for each in (drawn, others))
+        assert next(crops) == next(crops)
         matrix_23 = cv2.invertAffineTransform(parameters_K[:6].reshape(2, 3).astype(np.float64))
         np.testing.assert_allclose(matrix_23, affine["matrix"][:2], rtol=1e-5, atol=1e-4)
         np.testing.assert_allclose(
@@ -145,12 +154,12 @@ def test_operations_are_drawn_independently() -> None:
     """Seeded alike, they had a correlation of 0.99 between brightness and blur, and of 0.5 with
     the area of the crop.
     """
-    made, _, defer = pipelines()
+    defer = ConVIRTAugmentation(size=64, on_device=True).build()
     rows, pixels = [], photo((90, 120))
     for seed in range(400):
-        cropped = defer(pixels, np.random.default_rng(seed))
+        cropped, drawn = with_draws(defer, pixels, seed)
         assert cropped.deferred_K is not None
-        left, top, right, bottom = made[1].transforms[0].params["crop_coords"]
+        left, top, right, bottom = drawn["RandomResizedCrop"]["crop_coords"]
         scale = np.linalg.det(cropped.deferred_K[:6].reshape(2, 3)[:, :2])
         rows.append(
             [(right - left) * (bottom - top), cropped.flipped, scale, *cropped.deferred_K[6:10]]

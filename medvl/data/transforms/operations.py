@@ -1,0 +1,66 @@
+"""Operations of `ConVIRTAugmentation` on the CPU, with the parameters that albumentations draws.
+
+Each gives the pixels of albumentations' operation bit for bit, without its checks and copies, which
+take a fifth of the time of the augmentation.
+"""
+
+from typing import Any, NamedTuple
+
+import cv2
+import numpy as np
+
+_IDENTITY_33 = np.eye(3)
+_TOLERANCE_33 = 1e-8 + 1e-5 * _IDENTITY_33
+"""As in `np.allclose`, by which albumentations leaves an image as it is."""
+
+
+class Crop(NamedTuple):
+    """A rectangle in whole pixels of an image, which may extend beyond the image."""
+
+    left: int
+    top: int
+    right: int
+    bottom: int
+
+    def mirrored(self, width: int) -> "Crop":
+        """Return the same part of the mirrored image."""
+        return Crop(width - self.right, self.top, width - self.left, self.bottom)
+
+
+def draw(transform: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return the parameters that one of albumentations' transforms draws for an image's shape."""
+    parameters: dict[str, Any] = transform.get_params() | {"shape": shape}
+    return parameters | transform.get_params_dependent_on_data(parameters, {})
+
+
+def cut(image: np.ndarray, crop: Crop) -> np.ndarray:
+    """Return the pixels of a crop, black beyond the image."""
+    height, width = image.shape[:2]
+    top, bottom = max(0, crop.top), min(height, crop.bottom)
+    left, right = max(0, crop.left), min(width, crop.right)
+    inside = image[top:bottom, left:right]
+    borders = top - crop.top, crop.bottom - bottom, left - crop.left, crop.right - right
+    if not any(borders):
+        return inside
+    return cv2.copyMakeBorder(inside, *borders, cv2.BORDER_CONSTANT, value=(0, 0, 0))
+
+
+def crop_and_resize(image: np.ndarray, crop: Crop, size: int, *, mirror: bool) -> np.ndarray:
+    """Return a crop as a square of `size`: areas are averaged where a side shrinks."""
+    pixels = cut(image, crop)
+    if mirror:
+        pixels = cv2.flip(pixels, 1)
+    height, width = pixels.shape[:2]
+    if (height, width) == (size, size):
+        return np.ascontiguousarray(pixels)
+    shrinks = height > size or width > size
+    kernel = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
+    return cv2.resize(pixels, (size, size), interpolation=kernel)
+
+
+def warp(image: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
+    """Return the image under the map of albumentations' Affine, black beyond the image."""
+    matrix_33 = parameters["matrix"]
+    if (np.abs(matrix_33 - _IDENTITY_33) <= _TOLERANCE_33).all():
+        return image
+    return cv2.warpAffine(image, matrix_33[:2], image.shape[1::-1], flags=cv2.INTER_LINEAR)
