@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     )
     from medvl.losses.local.gloria import gloria_local as gloria_local
     from medvl.losses.local.places import (
+        label_entropy as label_entropy,
         place_divergence as place_divergence,
         place_entropy as place_entropy,
     )

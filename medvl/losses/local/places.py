@@ -1,14 +1,18 @@
-"""Losses of a phrase's map over the cells of an image, against the cells that its boxes cover.
+"""Losses of a phrase's map over the cells of an image, against the cells that its boxes cover or
+against the labels of the image.
 
-N phrases, P cells. `cover_NP` is the share of each cell that the boxes of a phrase cover, in 0..1;
-a phrase that covers no cell has no box.
+B images, L labels, N phrases, P cells. `cover_NP` is the share of each cell that the boxes of a
+phrase cover, in 0..1; a phrase that covers no cell has no box.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.losses.common import full_precision, shapes
+from medvl.losses.supervised import known_labels
 
 _LEAST = 1e-8
 """Attention below which its logarithm is cut, so that a text without words has a finite loss."""
@@ -49,6 +53,32 @@ def place_entropy(logits_NP: Tensor, cover_NP: Tensor) -> Tensor:
             logits_NP.float(), cover_NP.float(), reduction="none"
         )
         return entropy_NP.mean(dim=1)
+
+
+def label_entropy(logits_BLP: Tensor, target_BL: Tensor, sharpness: float = 1.0) -> Tensor:
+    """Return the binary cross-entropy of each label with the pooled log-odds of its map, (B, L):
+    multiple-instance learning, without boxes.
+
+    The log-odds s of P cells are pooled to log(mean(exp(r s))) / r, between their mean (r = 0) and
+    their maximum (Pinheiro and Collobert, arXiv 1411.6228, equation 3).
+
+    Args:
+        logits_BLP: log-odds of each label in each cell.
+        target_BL: 1 or 0; uncertain (-1) and unknown (NaN) labels have a loss of 0.
+        sharpness: r, above 0.
+
+    Raises ValueError on inconsistent shapes.
+    """
+    if logits_BLP.ndim != 3 or logits_BLP.shape[:2] != target_BL.shape:
+        raise ValueError(f"expected (B, L, P) and (B, L), got {shapes(logits_BLP, target_BL)}")
+    known_BL = known_labels(target_BL)
+    with full_precision(logits_BLP):
+        pooled_BL = torch.logsumexp(sharpness * logits_BLP.float(), dim=2)
+        pooled_BL = (pooled_BL - math.log(logits_BLP.shape[2])) / sharpness
+        loss_BL = F.binary_cross_entropy_with_logits(
+            pooled_BL, target_BL.masked_fill(~known_BL, 0).float(), reduction="none"
+        )
+        return loss_BL.masked_fill(~known_BL, 0.0)
 
 
 def _check(map_NP: Tensor, cover_NP: Tensor) -> None:

@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from medvl import losses
 from medvl.common.config_io import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.errors import ConfigError
 from medvl.models.dual_encoders.bases.base import (
     AlteredTextConfig,
     BertDualConfig,
@@ -18,13 +21,15 @@ from medvl.models.dual_encoders.bases.base import (
     Positives,
     projection_head,
 )
+from medvl.models.dual_encoders.bases.local import local_features
+from medvl.models.dual_encoders.bases.maps import LabelMapConfig, reads_labels
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
 from medvl.models.registry import register_system
-from medvl.schema import Losses
+from medvl.schema import Batch, Embeddings, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConVIRTConfig(BertDualConfig, AlteredTextConfig):
+class ConVIRTConfig(BertDualConfig, AlteredTextConfig, LabelMapConfig):
     """Settings of the paper.
 
     Its training code was not released: max pooling over tokens, the 512 dimensions and the width of
@@ -48,15 +53,19 @@ class ConVIRTConfig(BertDualConfig, AlteredTextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_within(self, "(0, inf)", "temperature", "hidden_dim")
+        check_within(self, "(0, inf)", "temperature", "hidden_dim", "label_map_sharpness")
         check_within(self, "[0, 1]", "image_weight")
         check_within(self, "[0, 1)", "patch_dropout")
+        check_within(self, "[0, inf)", "label_map_weight")
 
 
 @register_system("convirt")
 class ConVIRT(DualEncoder):
     """Bidirectional InfoNCE of an image and one sentence of its report (section 2.2, equations 2
     to 4).
+
+    With `label_map_weight`, the head of images maps each cell of the encoder's last grid too. The
+    cosine of a cell with a text, over the temperature, is the log-odds of the text in the cell.
     """
 
     Config = ConVIRTConfig
@@ -79,6 +88,32 @@ class ConVIRT(DualEncoder):
                 text_encoder.feature_dim, config.projection_dim, config.hidden_dim
             ),
         }
+
+    def embed_pairs(self, batch: Batch) -> Pairs:
+        """Return the embeddings; with `label_map_weight`, those of the cells of images too.
+
+        Raises ConfigError for an image encoder whose vector is not as wide as its cells.
+        """
+        if not reads_labels(self.config):
+            return super().embed_pairs(batch)
+        encoder = self.image_encoder
+        if encoder.patch_dim != encoder.feature_dim:
+            message = (
+                f"{encoder.name} has no cells that the head of images maps: take another image "
+                f"encoder, or label_map_weight 0"
+            )
+            raise ConfigError(message, "conflict", field="label_map_weight")
+        texts = self.embed_ids(*self.text_inputs(batch))
+        features = encoder(batch.image_BCHW, self._draw_patches(batch.image_BCHW))
+        vectors = self.image_head(features.pooled_BD), self.image_head(features.patches_BPD)
+        global_BE, cells_BPE = (F.normalize(each.float(), dim=-1) for each in vectors)
+        return Pairs(images=Embeddings(global_BE, cells_BPE), texts=texts)
+
+    def text_scores(self, images: Embeddings, texts: Embeddings) -> Tensor:
+        """Return (B, M, P): the log-odds of every text in the cells of every image."""
+        cells_BPE, _ = local_features(images)
+        scores_BMP = torch.einsum("bpe,me->bmp", cells_BPE, texts.global_NE)
+        return scores_BMP / self.config.temperature
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
         image_NE, text_NE, groups = gather_global(pairs)

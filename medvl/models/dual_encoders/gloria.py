@@ -14,13 +14,13 @@ from medvl import losses
 from medvl.common.config_io import check_within
 from medvl.losses.common import gather
 from medvl.losses.local.gloria import WordPool, gloria_attention, gloria_similarity
-from medvl.models.dual_encoders.bases.boxes import BoxConfig
 from medvl.models.dual_encoders.bases.local import (
     LocalDualConfig,
     LocalDualEncoder,
     local_contrast,
     local_features,
 )
+from medvl.models.dual_encoders.bases.maps import BoxConfig
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_side
 from medvl.models.registry import register_system
 from medvl.schema import Embeddings, Losses

@@ -19,6 +19,7 @@ from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.text.adapters import knowledge_head
 from medvl.losses.common import gather
 from medvl.models.base import complete_rows
+from medvl.models.dual_encoders.bases.maps import mentioned_or_absent
 from medvl.models.dual_encoders.bases.queries import QueryConfig, QueryEncoder
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings
@@ -122,7 +123,5 @@ class KAD(QueryEncoder):
         entities are absent.
         """
         if self.config.unmentioned == "absent":
-            labels_BL = labels_BL.masked_fill(
-                labels_BL.isnan() & ~labels_BL.isnan().all(dim=1, keepdim=True), 0.0
-            )
+            labels_BL = mentioned_or_absent(labels_BL)
         return super().presence_loss(states_BQD, labels_BL)

@@ -23,8 +23,8 @@ from medvl.models.dual_encoders.bases.base import (
     DualEncoder,
     ScaleConfig,
 )
-from medvl.models.dual_encoders.bases.boxes import BoxConfig
 from medvl.models.dual_encoders.bases.local import local_features
+from medvl.models.dual_encoders.bases.maps import BoxConfig, LabelMapConfig
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.models.heatmaps import maps_of_cells
 from medvl.models.registry import register_system
@@ -130,7 +130,7 @@ def _rows(side: Embeddings, index_N: Tensor) -> Embeddings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RadZeroConfig(BertDualConfig, ScaleConfig, BoxConfig):
+class RadZeroConfig(BertDualConfig, ScaleConfig, BoxConfig, LabelMapConfig):
     """Settings of the paper and the released code, with RAD-DINO, which the paper reports as its
     best start.
 
@@ -156,8 +156,8 @@ class RadZeroConfig(BertDualConfig, ScaleConfig, BoxConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_within(self, "[0, inf)", "trained_layers", "box_weight")
-        check_within(self, "(0, inf)", "layer_norm_eps")
+        check_within(self, "[0, inf)", "trained_layers", "box_weight", "label_map_weight")
+        check_within(self, "(0, inf)", "layer_norm_eps", "label_map_sharpness")
 
 
 @register_system("radzero")
@@ -170,7 +170,7 @@ class RadZero(DualEncoder):
     log-sum-exp, so that hard pairs have no gradient and a scale above 88 overflows; here they do
     not. Images are their class token (or the encoder's vector) and patches behind trained layers.
     With `box_weight`, the scaled cosines of a phrase with the patches are the log-odds of its
-    boxes.
+    boxes; with `label_map_weight`, those of a label's text, pooled, are the log-odds of the label.
 
     Attributes:
         layers, norm: the layers (`token_layers`), and the norm behind them.
@@ -288,3 +288,8 @@ class RadZero(DualEncoder):
         """Return (B, P): `cell_maps` of embeddings, text i in image i."""
         patches_BPE = local_features(images)[0][:, 1:]
         return self.logit_scale.exp() * (patches_BPE @ texts.global_NE[:, :, None]).squeeze(2)
+
+    def text_scores(self, images: Embeddings, texts: Embeddings) -> Tensor:
+        """Return (B, M, P): `text_maps` of every text in every image."""
+        patches_BPE = local_features(images)[0][:, 1:]
+        return self.logit_scale.exp() * torch.einsum("bpe,me->bmp", patches_BPE, texts.global_NE)

@@ -43,11 +43,12 @@ from medvl.models.dual_encoders.bases.altered_texts import (
     altered_terms,
     embed_altered,
 )
-from medvl.models.dual_encoders.bases.boxes import (
+from medvl.models.dual_encoders.bases.maps import (
     SIDES,
-    box_terms,
-    embed_phrases,
+    embed_maps,
+    map_terms,
     reads_boxes,
+    reads_labels,
 )
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch, Embeddings, ImageFeatures, Losses
@@ -188,13 +189,14 @@ class DualEncoder(System):
                 f"patch_dropout 0"
             )
             raise ConfigError(message, "conflict", field="patch_dropout")
-        kinds, boxes = altered_kinds(config), reads_boxes(config)
-        if kinds or boxes:
+        kinds, boxes, labels = altered_kinds(config), reads_boxes(config), reads_labels(config)
+        if kinds or boxes or labels:
             self.inputs = dataclasses.replace(
                 self.inputs,
                 mirrored_text="mirrored" in kinds,
                 denied_text="denied" in kinds,
                 boxed_phrases=boxes,
+                labels=self.inputs.labels or labels,
             )
 
     @classmethod
@@ -415,7 +417,7 @@ class DualEncoder(System):
                 row_K = None
         with statistics:
             pairs = self.embed_pairs(batch)
-            more = embed_altered(self, batch) | embed_phrases(self, batch)
+            more = embed_altered(self, batch) | embed_maps(self, pairs.images, batch)
         pairs = dataclasses.replace(pairs, others={**pairs.others, **more})
         groups = groups_of(batch, getattr(self.config, "positives", "own"))
         pairs = dataclasses.replace(pairs, groups=groups, labels_BL=batch.labels_BL)
@@ -434,10 +436,10 @@ class DualEncoder(System):
         return Losses(0 * losses.total, {name: 0 * term for name, term in losses.terms.items()})
 
     def _compare_all(self, pairs: Pairs) -> Losses:
-        """Return the losses of `compare_pairs`, and those of altered texts and of boxes."""
+        """Return the losses of `compare_pairs`, and those of altered texts and of maps."""
         own = {name: side for name, side in pairs.others.items() if name not in _MORE_SIDES}
         result = self.compare_pairs(dataclasses.replace(pairs, others=own))
-        more = altered_terms(self, pairs) | box_terms(self, pairs)
+        more = altered_terms(self, pairs) | map_terms(self, pairs)
         total = sum((weight * value for value, weight in more.values()), start=result.total)
         return Losses(total, {**result.terms, **{name: value for name, (value, _) in more.items()}})
 
