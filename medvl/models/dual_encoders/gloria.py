@@ -20,14 +20,14 @@ from medvl.models.dual_encoders.bases.local import (
     local_contrast,
     local_features,
 )
-from medvl.models.dual_encoders.bases.maps import BoxConfig
+from medvl.models.dual_encoders.bases.maps import BoxConfig, LabelMapConfig
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_side
 from medvl.models.registry import register_system
 from medvl.schema import Embeddings, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GLoRIAConfig(LocalDualConfig, BoxConfig):
+class GLoRIAConfig(LocalDualConfig, BoxConfig, LabelMapConfig):
     """Settings of the authors' configuration for CheXpert.
 
     The authors remove punctuation from texts; here it is kept, and every mark is a word. Images are
@@ -64,8 +64,8 @@ class GLoRIAConfig(LocalDualConfig, BoxConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_within(self, "(0, inf)", "temp1", "temp2", "temp3")
-        check_within(self, "[0, inf)", "local_weight", "box_weight")
+        check_within(self, "(0, inf)", "temp1", "temp2", "temp3", "label_map_sharpness")
+        check_within(self, "[0, inf)", "local_weight", "box_weight", "label_map_weight")
         check_within(self, "[0, inf)" if self.local_weight else "(0, inf)", "global_weight")
 
 
@@ -76,7 +76,8 @@ class GLoRIA(LocalDualEncoder):
     The text's first token is one of its words in training and, unlike in the published code,
     everywhere. A text's vector has the direction of GLoRIA's mean over word slots. With
     `box_weight`, the attention of a phrase's words (`text_maps`) is trained on the boxes of the
-    phrase.
+    phrase. `label_map_weight` trains the other maps, of `medvl eval grounding --maps similarity`:
+    the cosine of each region with the best word, times temp3, is the log-odds of a label's text.
     """
 
     Config = GLoRIAConfig
@@ -160,6 +161,15 @@ class GLoRIA(LocalDualEncoder):
         return gloria_similarity(
             regions_NPE, *local_features(texts), config.temp1, config.temp2, pool=pool
         )
+
+    def text_scores(self, images: Embeddings, texts: Embeddings) -> Tensor:
+        """Return (B, M, P): the log-odds of every text in the regions of every image."""
+        regions_BPE, _ = local_features(images)
+        words_MWE, mask_MW = local_features(texts)
+        regions_BPE, words_MWE = (F.normalize(x, dim=-1) for x in (regions_BPE, words_MWE))
+        cosine_BMWP = torch.einsum("bpe,mwe->bmwp", regions_BPE, words_MWE)
+        hidden_MW1 = ~mask_MW[:, :, None]
+        return self.config.temp3 * cosine_BMWP.masked_fill(hidden_MW1, -1.0).amax(dim=2)
 
     def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:
         return gloria_attention(regions_BPE, words_BWE, mask_BW, self.config.temp1)
