@@ -15,6 +15,7 @@ import torch
 import medvl
 from medvl.common.config_io import differences, from_dict, to_dict, upgrade_settings
 from medvl.common.files import new_folder, new_path, write_atomic
+from medvl.data.convert.options import ShardOptions
 from medvl.data.tokenizer.tokenizer import load_tokenizer
 from medvl.data.transforms.image import EvalTransform, OriginalTransform
 from medvl.data.volumes.options import VolumeOptions
@@ -44,12 +45,10 @@ from medvl.models.checkpoint_folder import (
     load_weights,
     manifests_of,
     read_config,
-    read_training,
     read_weights,
     record_training,
     recorded_run,
     recording_modules,
-    shard_options,
 )
 from medvl.models.registry import system
 
@@ -160,37 +159,39 @@ def load(folder: Path | str) -> System:
         )
         raise CheckpointError(f"{message}: copy the checkpoint again", "mismatch")
     load_weights(model, folder)
-    record_training(model, folder)
+    manifests = record_training(model, folder)
     model.provenance = recorded_run(folder)
-    options = shard_options(folder)
-    if options is not None and isinstance(model.transform, EvalTransform):
-        model.transform = OriginalTransform(**model.transform.settings(), **options)
-    transform: Any = model.transform
-    volume = _volume_options(folder)
-    if volume is not None and isinstance(transform, VolumeTransform):
-        original: Any = OriginalVolumeTransform(
-            size=transform.size, organs=transform.organs, shards=volume
-        )
-        model.transform = original
+    if (folder / TRAIN_MANIFEST).is_file():
+        options = manifests[0].get("options", {})
+        model.transform = _for_originals(model.transform, options, folder / TRAIN_MANIFEST)
     return model.eval()
 
 
-def _volume_options(folder: Path) -> VolumeOptions | None:
-    """Return how the shards of volumes that a checkpoint was trained on were made from original
-    files; None without a training manifest, and for shards of images.
+def _for_originals(transform: Any, options: Mapping[str, Any], source: Path) -> Any:
+    """Return a transform for original files, which applies first what the shards of the training
+    did; the same one where `options` of the manifest `source` lack it.
 
     Raises CheckpointError for impossible values.
     """
-    if not (folder / TRAIN_MANIFEST).is_file():
-        return None
-    stored = read_training(folder)[0].get("options", {}).get("volume")
-    if not isinstance(stored, dict):
-        return None
+    image = {
+        name: options[name]
+        for name in ("short_side", "image_format", "quality", "color", "crop_background")
+        if name in options
+    }
+    described = len(image) >= 4  # manifests state crop_background only where it is used
+    volume = options.get("volume")
     try:
-        return from_dict(VolumeOptions, stored)
-    except ConfigError as error:
-        message = f"{folder / TRAIN_MANIFEST} has impossible options of the shards: {error}"
+        if described:
+            ShardOptions(**image)
+        shards = from_dict(VolumeOptions, volume) if isinstance(volume, dict) else None
+    except (ConfigError, TypeError) as error:
+        message = f"{source} has impossible options of the shards: {error}"
         raise CheckpointError(message, "malformed") from error
+    if described and isinstance(transform, EvalTransform):
+        return OriginalTransform(**transform.settings(), **image)
+    if shards is not None and isinstance(transform, VolumeTransform):
+        return OriginalVolumeTransform(size=transform.size, organs=transform.organs, shards=shards)
+    return transform
 
 
 def load_towers(model: System, folder: Path | str) -> None:

@@ -30,12 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from medvl.common.files import sha256
 from medvl.common.hub import HUB_PREFIX, fetch_snapshot, is_hub_id
 from medvl.common.untrusted import ANYWHERE, parse_json, read_json
-from medvl.data.convert.options import ShardOptions
 from medvl.data.shards.format import Manifest
 from medvl.encoders.base import LORA_SCALE, has_lora, merge_lora_weights
 from medvl.encoders.pretrained import check_finite
 from medvl.encoders.regions import RegionEncoder
-from medvl.errors import CheckpointError, ConfigError, MedvlError, WeightsError
+from medvl.errors import CheckpointError, MedvlError, WeightsError
 from medvl.models.registry import list_models
 
 FORMAT = 2
@@ -327,31 +326,6 @@ def _check_complete(folder: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def shard_options(folder: Path) -> dict[str, Any] | None:
-    """Return how the shards that a checkpoint was trained on were made from original images: the
-    fields of `OriginalTransform`.
-
-    None without a training manifest, and for manifests without all of them. Raises CheckpointError
-    for impossible values.
-    """
-    if not (folder / TRAIN_MANIFEST).is_file():
-        return None
-    options = read_training(folder)[0].get("options", {})
-    fields = {
-        name: options[name]
-        for name in ("short_side", "image_format", "quality", "color", "crop_background")
-        if name in options
-    }
-    if len(fields) < 4:  # manifests state crop_background only where it is used
-        return None
-    try:
-        ShardOptions(**fields)
-    except (ConfigError, TypeError) as error:
-        message = f"{folder / TRAIN_MANIFEST} has impossible options of the shards: {error}"
-        raise CheckpointError(message, "malformed") from error
-    return fields
-
-
 # Limit of the memory that building a model can allocate, from the size of the weights that it is
 # built for.
 
@@ -573,9 +547,9 @@ def manifests_of(model: nn.Module) -> list[Mapping[str, Any]]:
     return [each for number, each in enumerate(recorded) if each not in recorded[:number]]
 
 
-def record_training(model: nn.Module, folder: Path) -> None:
+def record_training(model: nn.Module, folder: Path) -> list[Any]:
     """Record in all modules of a model, or of a part of one, the training data of the checkpoint
-    whose weights they were loaded with, and its detector.
+    whose weights they were loaded with, and its detector; return the manifests (`read_training`).
     """
     manifests = read_training(folder)
     detector = detector_of(folder)
@@ -583,6 +557,7 @@ def record_training(model: nn.Module, folder: Path) -> None:
         module.trained_on = tuple(manifests)
         if isinstance(module, RegionEncoder):
             module.detector = detector
+    return manifests
 
 
 def copy_training(source: nn.Module, target: nn.Module) -> None:
