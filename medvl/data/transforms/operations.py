@@ -38,6 +38,9 @@ def cut(image: np.ndarray, crop: Crop) -> np.ndarray:
     height, width = image.shape[:2]
     top, bottom = max(0, crop.top), min(height, crop.bottom)
     left, right = max(0, crop.left), min(width, crop.right)
+    if bottom <= top or right <= left:
+        sides = crop.bottom - crop.top, crop.right - crop.left
+        return np.zeros((*sides, *image.shape[2:]), np.uint8)
     inside = image[top:bottom, left:right]
     borders = top - crop.top, crop.bottom - bottom, left - crop.left, crop.right - right
     if not any(borders):

@@ -56,13 +56,14 @@ def by_albumentations(
         ConVIRTAugmentation(size=65, pad=True),
         ConVIRTAugmentation(size=64, area=(0.9, 1.0), aspect=(3.0, 4.0)),
         ConVIRTAugmentation.crop(64, (0.1, 1.0), "plain"),
+        ConVIRTAugmentation(size=64, pad=True, area=(0.01, 0.02)),
     ],
-    ids=["default", "pad", "central", "crop"],
+    ids=["default", "pad", "central", "crop", "border"],
 )
 def test_pixels_equal_those_of_albumentations(settings: ConVIRTAugmentation) -> None:
     apply = settings.build()
     noise = np.random.default_rng(0)
-    for seed, shape in enumerate([(90, 121), (64, 64), (16, 50), (151, 90, 3)] * 3):
+    for seed, shape in enumerate([(90, 121), (64, 64), (16, 90), (151, 90, 3)] * 3):
         image = noise.integers(0, 256, shape, np.uint8)
         found = apply(image, np.random.default_rng(seed)).image_HWC
         expected = by_albumentations(settings, image, np.random.default_rng(seed))
