@@ -66,6 +66,56 @@ def decode_image(data: bytes, *, color: bool = False, max_pixels: int = MAX_PIXE
     )
 
 
+class JpegImage:
+    """A JPEG that is decoded later, in full or with a half, a quarter or an eighth of its sides.
+
+    libjpeg computes a reduced image from the low frequencies of each block.
+
+    Args:
+        data: the file.
+        color: RGB in place of grey.
+        orientation: EXIF orientation to apply (`make_upright`).
+
+    Attributes:
+        shape: (H, W), or (H, W, 3) in colour, of the upright image in full.
+
+    Raises ImageError as `decode_image`: for the header here, for the pixels in `decode`.
+    """
+
+    def __init__(self, data: bytes, *, color: bool = False, orientation: int = 1) -> None:
+        self._data = data
+        self._color = color
+        self._orientation = orientation
+        self._sides = _check_jpeg(data, color, MAX_PIXELS)
+        height, width = self._sides if orientation < 5 else self._sides[::-1]
+        self.shape: tuple[int, ...] = (height, width, 3) if color else (height, width)
+        self._decoded: dict[int, np.ndarray] = {}
+
+    def decode(self, factor: int = 1) -> np.ndarray:
+        """Return the upright image with its sides divided by `factor` (1, 2, 4 or 8), rounded up.
+
+        A second view of the same size is not decoded again.
+        """
+        if factor not in self._decoded:
+            height, width = self._sides
+            sides = (-(-height // factor), -(-width // factor)) if factor > 1 else (0, 0)
+            pixels = _read_jpeg(self._data, self._color, sides)
+            if self._orientation > 1:
+                pixels = make_upright(pixels, self._orientation)
+            self._decoded[factor] = pixels
+        return self._decoded[factor]
+
+
+def open_image(data: bytes, *, color: bool = False, orientation: int = 1) -> np.ndarray | JpegImage:
+    """Return a JPEG to be decoded later, and any other image decoded, upright by `orientation`.
+
+    Raises ImageError as `decode_image`.
+    """
+    if data.startswith(_JPEG_START):
+        return JpegImage(data, color=color, orientation=orientation)
+    return make_upright(decode_image(data, color=color), orientation)
+
+
 def exif_orientation(data: bytes) -> int:
     """Return the EXIF orientation of a JPEG or PNG file, 1 (upright) to 8; 1 where there is none
     or it is damaged.
@@ -210,6 +260,12 @@ def _damaged(codec: str, truncated: bool) -> ImageError:
 
 
 def _decode_jpeg(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
+    _check_jpeg(data, color, max_pixels)
+    return _read_jpeg(data, color)
+
+
+def _check_jpeg(data: bytes, color: bool, max_pixels: int) -> tuple[int, int]:
+    """Return the height and width of a JPEG. Raises ImageError where decoding takes too much."""
     plan = _plan_jpeg(data)
     if plan is not None and plan.precision != 8:
         message = f"the JPEG has {plan.precision} bits a sample, expected 8; save it as a PNG"
@@ -230,9 +286,20 @@ def _decode_jpeg(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
             f"the JPEG has {scans} passes over {height} x {width} pixels; save it again",
             "too_large",
         )
+    return height, width
+
+
+def _read_jpeg(data: bytes, color: bool, sides: tuple[int, int] = (0, 0)) -> np.ndarray:
+    """Return the pixels of a JPEG, in the smallest of libjpeg's sizes with at least these sides; 0:
+    in full.
+    """
     try:
         image_HWC = simplejpeg.decode_jpeg(
-            data, colorspace="RGB" if color else "GRAY", fastdct=False
+            data,
+            colorspace="RGB" if color else "GRAY",
+            fastdct=False,
+            min_height=sides[0],
+            min_width=sides[1],
         )
     except ValueError as error:  # libjpeg by default fills in grey
         truncated = "premature end" in str(error).lower()

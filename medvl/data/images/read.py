@@ -15,6 +15,7 @@ from PIL import Image
 from medvl.common.untrusted import ANYWHERE, InputFolders, read_limited
 from medvl.data.dicom.reader import DicomHeader, DicomImage, decode_dicom
 from medvl.data.images.codecs import (
+    JpegImage,
     decode_image,
     exif_orientation,
     make_upright,
@@ -108,7 +109,7 @@ def decode_file(file: BinaryIO, *, color: bool = False, frame: int | None = None
     return make_upright(decode_image(data, color=color), exif_orientation(data))
 
 
-def check_sides(pixels: np.ndarray, name: object) -> None:
+def check_sides(pixels: np.ndarray | JpegImage, name: object) -> None:
     """Raise ImageError for strips, which a transform would enlarge to gigabytes."""
     short, long = sorted(pixels.shape[:2])
     if short < _MIN_SIDE or long > _MAX_ASPECT * short:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medvl.data.annotations import Phrase, all_phrases_of, published_size
+from medvl.data.images.codecs import JpegImage
 from medvl.data.transforms.image import BuiltTransform
 from medvl.schema import Sample
 
@@ -37,7 +38,7 @@ class BoxedPhrase(NamedTuple):
 
 def boxed_phrases(
     sample: Sample,
-    pixels: NDArray[np.uint8],
+    pixels: NDArray[np.uint8] | JpegImage,
     transform: BuiltTransform,
     rng_for: Callable[[str], np.random.Generator],
 ) -> tuple[BoxedPhrase, ...]:
@@ -68,10 +69,10 @@ def boxed_phrases(
 
 
 def _drawn(
-    phrase: Phrase, pixels: NDArray[np.uint8], published: tuple[int, int]
+    phrase: Phrase, pixels: NDArray[np.uint8] | JpegImage, published: tuple[int, int]
 ) -> NDArray[np.uint8]:
     """Return a black picture of the shape of `pixels` with white boxes."""
-    picture = np.zeros_like(pixels)
+    picture = np.zeros(pixels.shape, np.uint8)
     down = pixels.shape[0] / published[0]
     across = pixels.shape[1] / published[1]
     for box in phrase.boxes:

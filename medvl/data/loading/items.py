@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from medvl.data.images.codecs import JpegImage
 from medvl.data.loading.boxed_phrases import BoxedPhrase, boxed_phrases
 from medvl.data.reports.cleaning import swap_laterality
 from medvl.data.reports.sentences import join_texts
@@ -171,8 +172,9 @@ class ItemMaker:
         ] = {}  # built in the process that uses them: they do not pickle
         self._blank: Transformed | None = None
 
-    def __call__(self, sample: Sample, pixels: np.ndarray, epoch: int) -> Item:
-        """Return the item of one sample. `pixels` are uint8, (H, W) or (H, W, 3)."""
+    def __call__(self, sample: Sample, pixels: np.ndarray | JpegImage, epoch: int) -> Item:
+        """Return the item of one sample. `pixels` are uint8, (H, W) or (H, W, 3), or
+        a JPEG for a transform that decodes at reduced sizes."""
         return self.row(sample, self.views(sample.key, pixels, epoch, sample=sample), epoch)
 
     def rng(self, epoch: int, key: str, purpose: str) -> np.random.Generator:
@@ -182,11 +184,11 @@ class ItemMaker:
     def views(
         self,
         key: str,
-        pixels: np.ndarray,
+        pixels: np.ndarray | JpegImage,
         epoch: int,
-        prior: np.ndarray | None = None,
+        prior: np.ndarray | JpegImage | None = None,
         sample: Sample | None = None,
-        other: np.ndarray | None = None,
+        other: np.ndarray | JpegImage | None = None,
     ) -> Views:
         """Return the augmented images.
 
@@ -197,7 +199,7 @@ class ItemMaker:
         transform = self._transform(sample)
         image = transform(pixels, self.rng(epoch, key, "image"))
 
-        def augment(pixels: np.ndarray | None, purpose: str) -> Transformed | None:
+        def augment(pixels: np.ndarray | JpegImage | None, purpose: str) -> Transformed | None:
             """Return another augmentation, flipped like `image` where the text names sides."""
             if pixels is None:
                 return None

@@ -25,6 +25,7 @@ from medvl.data.loading.collate import Collate, SkipBudget, Tokenize
 from medvl.data.loading.items import NO_IMAGE, Item, ItemMaker, SkippedSample, Views
 from medvl.data.loading.readers import (
     MEMORY,
+    Image,
     ImageReader,
     Reader,
     RegionReader,
@@ -432,12 +433,14 @@ def open_loader(
         reader = RegionReader(read_source)
     else:
         color = has_color(source) if color is None else color
+        reduced = _decodes_reduced(image, source)
         reader = ImageReader(
             read_source,
             maker,
             color,
-            _prior_reader(source, prior_N, color) if maker.inputs.prior_image else None,
+            _prior_reader(source, prior_N, color, reduced) if maker.inputs.prior_image else None,
             draws_views=train and maker.inputs.drawn_view,
+            reduced=reduced,
         )
     keep = train if keep_imageless is None else keep_imageless
     samples = SampleDataset(read_source, maker, reader, shared, keep, prior_N, scans)
@@ -452,6 +455,21 @@ def open_loader(
         timeout=timeout,
         prefetch=prefetch,
     )
+
+
+def _decodes_reduced(image: Any, source: Source) -> bool:
+    """Return whether a transform decodes JPEG images itself. Raises ConfigError where the source
+    has no stored images.
+    """
+    if getattr(image, "decode", "full") == "full":
+        return False
+    if not hasattr(source, "image_bytes"):
+        raise ConfigError(
+            f"image.decode 'reduced' needs shards, got {type(source).__name__}; leave it out",
+            "conflict",
+            field="image.decode",
+        )
+    return True
 
 
 def _reads_prior(inputs: Inputs) -> bool:
@@ -478,16 +496,16 @@ def _priors(source: Source, inputs: Inputs) -> NDArray[np.int64] | None:
 
 
 def _prior_reader(
-    source: Any, prior_N: NDArray[np.int64] | None, color: bool
-) -> Callable[[int], np.ndarray | None]:
-    """Return the function from a position to the decoded prior image, None without one."""
+    source: Any, prior_N: NDArray[np.int64] | None, color: bool, reduced: bool
+) -> Callable[[int], Image | None]:
+    """Return the function from a position to the prior image, None without one."""
     if hasattr(source, "prior_pixels"):
         return functools.partial(source.prior_pixels, color=color)
     assert prior_N is not None, "sources without prior images have the order of studies"
 
-    def read(position: int) -> np.ndarray | None:
+    def read(position: int) -> Image | None:
         prior = int(prior_N[position])
-        return None if prior == NO_PRIOR else read_pixels(source, prior, color)
+        return None if prior == NO_PRIOR else read_pixels(source, prior, color, reduced=reduced)
 
     return read
 

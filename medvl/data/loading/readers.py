@@ -1,11 +1,13 @@
 """Readers of what a batch shows, and the memory that volumes take."""
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
+from medvl.data.images.codecs import JpegImage, open_image
 from medvl.data.loading.items import NO_IMAGE, NO_PIXELS, ItemMaker, Views
 from medvl.data.loading.sources import Source, has_organs, has_volumes
 from medvl.data.loading.studies import StudySource
@@ -14,6 +16,9 @@ from medvl.data.volumes.resampling import rgb_slices
 from medvl.data.volumes.transform import CutVolume, Shape, VolumeTransform, stored_shape
 from medvl.errors import ConfigError, ImageError, ShardError
 from medvl.schema import Inputs, Sample
+
+Image = np.ndarray | JpegImage
+"""Decoded pixels, or a JPEG that its transform decodes."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,15 +47,17 @@ class ImageReader(Reader):
         source: Any,
         maker: ItemMaker,
         color: bool,
-        prior: Callable[[int], np.ndarray | None] | None,
+        prior: Callable[[int], Image | None] | None,
         *,
         draws_views: bool,
+        reduced: bool,
     ) -> None:
         self._source = source
         self._maker = maker
         self._color = color
         self._prior = prior
         self._draws_views = draws_views
+        self._reduced = reduced
 
     def read(self, epoch: int, position: int, key: str, sample: Sample) -> Any:
         """Return the image, the prior one and the other one of the study; None without an image."""
@@ -65,18 +72,25 @@ class ImageReader(Reader):
         image, prior, other = stored
         return self._maker.views(key, image, epoch, prior, sample, other)
 
-    def _of_study(
-        self, epoch: int, position: int, key: str
-    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def _of_study(self, epoch: int, position: int, key: str) -> tuple[Image | None, Image | None]:
+        options = {"color": self._color, "reduced": self._reduced}
         if not isinstance(self._source, StudySource):
-            return read_pixels(self._source, position, self._color), None
+            return read_pixels(self._source, position, **options), None
         rng = self._maker.rng(epoch, key, "views") if self._draws_views else None
-        return self._source.two_images(position, self._color, rng)
+        read = functools.partial(read_pixels, self._source.source, **options)
+        return self._source.two_images(position, read, rng)
 
 
-def read_pixels(source: Source, position: int, color: bool) -> np.ndarray | None:
-    """Return the decoded image, None where the sample has none."""
+def read_pixels(
+    source: Source, position: int, color: bool, *, reduced: bool = False
+) -> Image | None:
+    """Return the decoded image, None where the sample has none; with `reduced`, a JPEG that is
+    still to be decoded.
+    """
     try:
+        if reduced:
+            stored: Any = source
+            return open_image(stored.image_bytes(position), color=color)
         return source.pixels(position, color)
     except ImageError as error:
         if error.code != NO_IMAGE:

@@ -30,9 +30,9 @@ from medvl.schema import CHANGES, FilePart, Sample
 class Source(Protocol):
     """Random access to samples and their pixels.
 
-    A source may also have `folder` (for messages), `image_keys`, `region_manifest` with
-    `regions(position)`, `has_volumes` and `has_organs` with `volume` and `organs(position,
-    slices)`, and `prior_pixels(position, color)`, or `prior_positions` finds prior images.
+    A source may also have `folder` (for messages), `image_keys`, `image_bytes(position)`,
+    `region_manifest` with `regions(position)`, `has_volumes` and `has_organs` with `volume` and
+    `organs(position, slices)`, and `prior_pixels(position, color)`, or `prior_positions`.
     """
 
     label_names: tuple[str, ...]
@@ -110,10 +110,7 @@ def check_real(source: Any, field: str = "data") -> None:
     """
     if is_synthetic(source):
         where = getattr(source, "folder", "the source")
-        message = (
-            f"{where} has synthetic images, which may only train a model; give shards of "
-            f"real images"
-        )
+        message = f"{where} has synthetic images, which may only train a model; give real ones"
         raise SplitError(message, "synthetic", field=field)
 
 
@@ -164,10 +161,6 @@ class FileSource:
         return read_pixels(image, content=content, **options)[0]
 
 
-# Views of a source: a subset of its samples, other label columns or texts; the tokenizer of a
-# model without text.
-
-
 class SourceView:
     """Base class of views of a source, by default of the same samples in the same order.
 
@@ -201,6 +194,12 @@ class SourceView:
         """Return the decoded image at `position`."""
         return self.source.pixels(self.source_position(position), color)
 
+    def image_bytes(self, position: int) -> bytes:
+        """Return the encoded image at `position`, of a source that stores them."""
+        source: Any = self.source
+        data: bytes = source.image_bytes(self.source_position(position))
+        return data
+
     def volume(self, position: int, slices: slice | None = None) -> Volume:
         """Return the volume at `position`, of a source that has them."""
         source: Any = self.source
@@ -231,9 +230,8 @@ class Subset(SourceView):
 
     def __init__(self, source: Source, positions: Sequence[int] | NDArray[np.int64]) -> None:
         self.positions = np.asarray(positions, dtype=np.int64)
-        super().__init__(
-            source, source.fingerprint.encode() + self.positions.astype("<i8").tobytes()
-        )
+        content = source.fingerprint.encode() + self.positions.astype("<i8").tobytes()
+        super().__init__(source, content)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -474,9 +472,6 @@ class UnpairedSource(SourceView):
         return int(self._positions[position])
 
 
-# Several folders of shards as one source, for pretraining on more than one corpus.
-
-
 class ConcatSource:
     """The samples of several folders of shards, one folder after another.
 
@@ -536,6 +531,11 @@ class ConcatSource:
         """Return the decoded image. Raises ImageError or ShardError."""
         source, place = self._locate(position)
         return source.pixels(place, color)
+
+    def image_bytes(self, position: int) -> bytes:
+        """Return the encoded image. Raises ImageError or ShardError."""
+        source, place = self._locate(position)
+        return source.image_bytes(place)
 
     def volume(self, position: int, slices: slice | None = None) -> Volume:
         """Return the volume. Raises ImageError or ShardError."""

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -13,8 +13,11 @@ from medvl.data.annotations import Question, frontal_or_lateral, questions_of
 from medvl.data.loading.sources import Source, SourceView, Subset
 from medvl.data.shards.regions import Regions
 from medvl.data.shards.source import ShardSource
-from medvl.errors import ConfigError, CorpusError, ImageError
+from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
+
+Read = TypeVar("Read")
+"""Image as a loader reads it."""
 
 
 class StudySource(Subset):
@@ -40,26 +43,21 @@ class StudySource(Subset):
         self._ends = np.cumsum([len(images) for images in rows])
 
     def two_images(
-        self, position: int, color: bool | None = None, rng: np.random.Generator | None = None
-    ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Return the decoded pixels of two images of a study: the first and the other one, or with
-        `rng` any two.
+        self,
+        position: int,
+        read: Callable[[int], Read | None],
+        rng: np.random.Generator | None = None,
+    ) -> tuple[Read | None, Read | None]:
+        """Return two images of a study: the first and the other one, or with `rng` any two.
 
-        An image is None where the study or the sample has none. Raises ImageError or ShardError.
+        `read` returns the image at a position of the source, None where it has none; an image is
+        None where the study or the sample has none.
         """
         images = self._images[self._ends[position - 1] if position else 0 : self._ends[position]]
         if rng is not None:
             images = rng.permutation(images)
-        first, other, *_ = [*(self._pixels(int(place), color) for place in images[:2]), None]
+        first, other, *_ = [*(read(int(place)) for place in images[:2]), None]
         return (other, None) if first is None else (first, other)
-
-    def _pixels(self, place: int, color: bool | None) -> np.ndarray | None:
-        try:
-            return self.source.pixels(place, color)
-        except ImageError as error:
-            if error.code != "no_image":
-                raise
-            return None
 
 
 def by_study(source: Source) -> StudySource:
@@ -242,6 +240,10 @@ class QuestionSource:
         ShardError.
         """
         return self.source.pixels(self.questions[position].image, color)
+
+    def image_bytes(self, position: int) -> bytes:
+        """Return the encoded image of the question at `position`."""
+        return self.source.image_bytes(self.questions[position].image)
 
     def prior_pixels(self, position: int, color: bool | None = None) -> np.ndarray | None:
         """Return the decoded image before that of the question at `position`, None where there is

@@ -21,7 +21,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from medvl.common.ranks import check_ranks
-from medvl.data.images.codecs import decode_image, exif_orientation, make_upright
+from medvl.data.images.codecs import (
+    JpegImage,
+    decode_image,
+    exif_orientation,
+    make_upright,
+    open_image,
+)
 from medvl.data.loading.collate import NOT_WHERE, Collate, SkipBudget, Tokenize
 from medvl.data.loading.items import Item, ItemMaker, SkippedSample
 from medvl.data.loading.loader import check_identity
@@ -200,11 +206,18 @@ class _BatchStream(IterableDataset[Result]):
         except ImageError as error:
             return SkippedSample(key, error.code)
 
-    def _pixels(self, data: bytes, key: str) -> np.ndarray:
-        """Return the pixels as conversion stores them. Raises ImageError, also for strips."""
+    def _pixels(self, data: bytes, key: str) -> np.ndarray | JpegImage:
+        """Return the pixels as conversion stores them, or a JPEG for a transform that decodes it.
+
+        Raises ImageError, also for strips.
+        """
         from medvl.data.images.read import check_sides  # imports pydicom, which takes time
 
-        pixels = make_upright(decode_image(data, color=self.color), exif_orientation(data))
+        pixels: np.ndarray | JpegImage
+        if getattr(self.maker.image, "decode", "full") == "reduced":
+            pixels = open_image(data, color=self.color, orientation=exif_orientation(data))
+        else:
+            pixels = make_upright(decode_image(data, color=self.color), exif_orientation(data))
         check_sides(pixels, f"sample {key}")
         return pixels
 

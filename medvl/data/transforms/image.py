@@ -27,10 +27,10 @@ from PIL import Image
 from torch import Tensor
 
 from medvl.common.config_io import check_choice
-from medvl.data.images.codecs import decode_image, encode_stored
+from medvl.data.images.codecs import JpegImage, decode_image, encode_stored
 from medvl.data.reports.cleaning import names_side
 from medvl.data.transforms.device import draw_parameters, kernel_radius
-from medvl.data.transforms.operations import Crop, crop_and_resize, draw, warp
+from medvl.data.transforms.operations import Crop, Decode, crop_and_resize, draw, warp
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -129,7 +129,8 @@ class Box(NamedTuple):
     width: float
 
 
-BuiltTransform = Callable[[np.ndarray, np.random.Generator], Transformed]
+BuiltTransform = Callable[[Any, np.random.Generator], Transformed]
+"""Function of an image, uint8 (H, W) or (H, W, 3), or a `JpegImage`, and a generator."""
 
 
 class ImageTransform(Protocol):
@@ -448,6 +449,8 @@ class ConVIRTAugmentation:
     workers: the same parameters, and images that differ by one grey level in a few pixels
     (`medvl.data.transforms.device`).
     """
+    decode: Decode = "full"
+    """Size at which JPEG images are decoded."""
 
     @classmethod
     def weak(cls, size: int) -> Self:
@@ -487,6 +490,7 @@ class ConVIRTAugmentation:
             )
             raise ConfigError(message, "out_of_range", field="blur_sigma")
         check_flip(self.flip)
+        check_choice(self.decode, get_args(Decode), "decode")
 
     def for_texts(self, texts: Iterable[str]) -> Self:
         """Return the transform without flips if `flip` is sideless and a text names a side."""
@@ -526,14 +530,14 @@ class ConVIRTAugmentation:
         )
         flips = self.flip != "off"
 
-        def apply(image: np.ndarray, rng: np.random.Generator) -> Transformed:
+        def apply(image: np.ndarray | JpegImage, rng: np.random.Generator) -> Transformed:
             # Seeded alike, bright images would be the blurred ones: one generator for all.
             py_random = random.Random(int(rng.integers(2**31)))
             for operation in operations:
                 operation.set_random_state(rng, py_random)
             is_flipped = flips and bool(rng.random() < self.flip_rate)
             # Mirroring first is equivalent: the distributions of the other steps are symmetric.
-            area = self._drawn(crop, image, mirror=is_flipped)
+            area = self._drawn(crop, image.shape, mirror=is_flipped)
             image_HWC = with_channels(crop_and_resize(image, area, self.size, mirror=is_flipped))
             shape = image_HWC.shape
             if self.on_device:
@@ -547,13 +551,13 @@ class ConVIRTAugmentation:
 
         return apply
 
-    def _drawn(self, crop: Any, image: np.ndarray, *, mirror: bool) -> Crop:
+    def _drawn(self, crop: Any, shape: tuple[int, ...], *, mirror: bool) -> Crop:
         """Return the crop that is drawn of an image, or of its mirror image, with its borders."""
-        height, width = image.shape[:2]
+        height, width = shape[:2]
         side = max(height, width)
-        shape = (side, side) if self.pad else (height, width)
-        left, top, right, bottom = draw(crop, shape)["crop_coords"]
-        down, across = (shape[0] - height) // 2, (shape[1] - width) // 2
+        padded = (side, side) if self.pad else (height, width)
+        left, top, right, bottom = draw(crop, padded)["crop_coords"]
+        down, across = (padded[0] - height) // 2, (padded[1] - width) // 2
         area = Crop(left - across, top - down, right - across, bottom - down)
         return area.mirrored(width) if mirror else area
 

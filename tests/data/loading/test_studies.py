@@ -1,6 +1,7 @@
 """Studies as rows of a batch: their first image, and another one beside it."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from helpers.errors import raises
 
 from medvl.data.loading.loader import open_loader
+from medvl.data.loading.readers import read_pixels
 from medvl.data.loading.sources import ConcatSource, no_text
 from medvl.data.loading.studies import StudySource
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
@@ -60,8 +62,9 @@ class Images:
 
 def pairs(source: StudySource) -> set[tuple[int, int | None]]:
     values = []
+    read = functools.partial(read_pixels, source.source, color=False)
     for position in range(len(source)):
-        first, other = source.two_images(position)
+        first, other = source.two_images(position, read)
         assert np.array_equal(first, source.pixels(position))
         values.append((int(first[0, 0]), None if other is None else int(other[0, 0])))
     assert len(set(values)) == len(values)
