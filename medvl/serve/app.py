@@ -387,14 +387,15 @@ def open_models(
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """Return a socket that is bound to the address. Raises ConfigError where it is not
-    available.
+    """Return a socket that listens at the address: requests before the server has started wait for
+    it. Raises ConfigError where the address is not available.
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((config.host, config.port))
+        listener.listen()
     except OSError as error:
         listener.close()
         message = (
