@@ -87,7 +87,7 @@ def phrases_of_batch(model: Any, batch: Batch) -> tuple[list[str], Tensor, Tenso
 
 def embed_maps(model: Any, images: Embeddings, batch: Batch) -> dict[str, Embeddings]:
     """Return the sides of `Pairs` that `map_terms` reads; none for a system that trains no maps."""
-    sides = dict[str, Embeddings]()
+    sides: dict[str, Embeddings] = {}
     if reads_boxes(model.config):
         sides |= _embed_phrases(model, batch)
     if reads_labels(model.config):
@@ -99,7 +99,7 @@ def map_terms(model: Any, pairs: Pairs) -> dict[str, tuple[Tensor, float]]:
     """Return the mean losses of the maps of all ranks and their weights, from the sides of
     `embed_maps`.
     """
-    terms = dict[str, tuple[Tensor, float]]()
+    terms: dict[str, tuple[Tensor, float]] = {}
     if reads_boxes(model.config):
         terms |= _box_terms(model, pairs)
     if reads_labels(model.config):
