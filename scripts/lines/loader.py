@@ -1,11 +1,12 @@
 """The loader beside bare decoding and augmentation, and decoding of JPEG files on the GPU.
 
-The bare loop decodes and augments the same 512 px grey JPEGs of the phantom from memory, which
+The bare loop decodes and augments the same grey JPEGs of the phantom from memory, in full, which
 every loader must do. The loader also reads tars and JSON, samples a sentence, tokenises and
-collates. Without workers, CPU seconds are measured in turns by batch over the same images, so that
-other load affects both.
+collates; with `decode="reduced"` it decodes less. Without workers, CPU seconds are measured in
+turns by batch over the same images, so that other load affects both.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from medvl.data import (
     Deidentifier,
     Loader,
     RandomSentence,
+    ShardOptions,
     ShardRun,
     ShardSource,
     Tokenizer,
@@ -32,6 +34,7 @@ from medvl.data import (
     write_shards,
 )
 from medvl.data.corpora.reports import mimic_cxr
+from medvl.data.transforms.operations import Decode
 from medvl.schema import Batch
 from medvl.train.doctor.examine import seconds_of  # internal, as in `measure.timing`
 
@@ -42,9 +45,8 @@ UNIT = "images/s"
 def measure_on_one_core(bench: Bench) -> Report:
     """Measure a loader without workers and the bare loop, in images per CPU second."""
     patients, images, batch, repeats = bench.size((260, 192, 32, 3), (8, 8, 4, 1))
-    source = ShardSource(phantom_shards(bench.folder / "loader", patients))
-    texts = (text for place in range(images) for text in source.sample(place).sections.values())
-    loader = make_loader(source, train_wordpiece(texts), batch, 0)
+    source = ShardSource(phantom_shards(bench.folder / "loader", patients, 512))
+    loader = make_loader(source, vocabulary(source, images), batch, 0)
     pairs = [alternate(source, loader, images) for _ in range(repeats)]
     shares = [rate / floor for floor, rate in pairs]
     rates = [rate for _, rate in pairs]
@@ -57,26 +59,61 @@ def measure_on_one_core(bench: Bench) -> Report:
     return report([], figures)
 
 
-def phantom_shards(folder: Path, patients: int) -> Path:
-    """Write shards of phantom radiographs at 512 px."""
-    phantom.write_mimic_cxr_jpg(folder / "corpus", patients=patients, size=512, workers=1)
+def measure_reduced(bench: Bench) -> Report:
+    """Measure loaders that decode in full and at a reduced size, in turns with the bare loop, on
+    images of 512 and of 1,024 px.
+    """
+    patients, images, batch, repeats = bench.size((60, 96, 32, 3), (8, 8, 4, 1))
+    figures: dict[str, float] = {}
+    for side in (512, 1024):
+        source = ShardSource(phantom_shards(bench.folder / f"loader-{side}", patients, side))
+        tokenizer = vocabulary(source, images)
+        shares: dict[Decode, list[float]] = {"full": [], "reduced": []}
+        loaders = {way: make_loader(source, tokenizer, batch, 0, decode=way) for way in shares}
+        for _ in range(repeats):
+            for way, loader in loaders.items():
+                floor, rate = alternate(source, loader, images)
+                shares[way].append(rate / floor)
+        for way, of_bare in shares.items():
+            figures[f"{way} at {side} px, of the bare loop"] = statistics.median(of_bare)
+    return report([], figures)
+
+
+def phantom_shards(folder: Path, patients: int, side: int) -> Path:
+    """Write shards of phantom radiographs with a short side of `side` pixels."""
+    phantom.write_mimic_cxr_jpg(folder / "corpus", patients=patients, size=side, workers=1)
     deid = Deidentifier(bytes(32))
     write_shards(
         mimic_cxr.MimicCXR(root=folder / "corpus", split="train").plan(deid),
         deid,
         ShardRun(out=folder / "shards", workers=1),
+        ShardOptions(short_side=side),
     )
     return folder / "shards" / "train"
 
 
+def vocabulary(source: ShardSource, count: int) -> Tokenizer:
+    """Return a tokenizer of the first samples' reports."""
+    places = range(min(count, len(source)))
+    return train_wordpiece(
+        text for place in places for text in source.sample(place).sections.values()
+    )
+
+
 def make_loader(
-    source: ShardSource, tokenizer: Tokenizer, batch: int, workers: int, *, on_device: bool = False
+    source: ShardSource,
+    tokenizer: Tokenizer,
+    batch: int,
+    workers: int,
+    *,
+    on_device: bool = False,
+    decode: Decode = "full",
 ) -> Loader:
     """Return a training loader with ConVIRT's augmentation."""
     return open_loader(
         source,
         batch=batch,
-        image=ConVIRTAugmentation(on_device=on_device),
+        image=ConVIRTAugmentation(on_device=on_device, decode=decode),
         text=RandomSentence(),
         tokenizer=tokenizer,
         train=True,
@@ -130,8 +167,7 @@ def measure_loader(bench: Bench) -> Report:
     source = ShardSource(bench.data())
     batch, workers = bench.size(BATCH, 4), bench.data_size.workers
     count = min(len(source), bench.size(400, 8))
-    texts = (text for place in range(count) for text in source.sample(place).sections.values())
-    loader = make_loader(source, train_wordpiece(texts), batch, workers)
+    loader = make_loader(source, vocabulary(source, count), batch, workers)
     ours = Row(contender=f"medvl: loader, {workers} workers", unit=UNIT)
     ours.rate = rate_of(loader, bench.size(6.0, 0.1))
     bare = Row(contender="decoding and augmentation alone, one core", unit=UNIT)
@@ -233,6 +269,15 @@ LINES = (
         ),
         seconds=60,
         function=measure_on_one_core,
+    ),
+    Line(
+        name="loader-reduced",
+        device="cpu",
+        measures="loader on one core that decodes JPEG files in full and at a reduced size",
+        unit="of the bare loop",
+        seconds=90,
+        function=measure_reduced,
+        optional=True,
     ),
     Line(
         name="loader",

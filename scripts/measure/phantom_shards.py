@@ -1,6 +1,6 @@
 """Shards of phantom radiographs, written by all cores.
 
-    python scripts/gpu_lines/phantom_shards.py FOLDER 6400 512
+    python scripts/measure/phantom_shards.py FOLDER 6400 512
 
 One core draws and stores about 100 images of 512 pixels per second and converts 540 to shards, so
 16 cores that reach 0.78 of that would make 23,000 images (6,400 patients) in about 25 seconds; 16

@@ -1,5 +1,6 @@
 """Shards of questions with four options, whose answer is the brightness of the image."""
 
+import atexit
 import functools
 import tempfile
 from collections import Counter
@@ -22,11 +23,14 @@ VALUES = (20, 90, 160, 240)
 
 @functools.cache
 def choice_shards(patients: int = 16, side: int = 32) -> Path:
-    """Return a folder of shards, with a folder for each split, of a patient's image each.
+    """Return a folder of shards, removed at exit, with a folder for each split, of a patient's image
+    each.
 
     Levels and right letters are balanced in each split; the last question has no options.
     """
-    folder = Path(tempfile.mkdtemp(prefix="medvl-choices-"))
+    temporary = tempfile.TemporaryDirectory(prefix="medvl-choices-")
+    atexit.register(temporary.cleanup)
+    folder = Path(temporary.name)
     deid = Deidentifier(b"0123456789abcdef")
     questions = []
     images = {}

@@ -5,6 +5,7 @@ and starts a server of helpers.forked, 7 more: for four processes 80 of the suit
 tests is a unit of work: a process asks for the next one when it comes to the last test of a file.
 """
 
+import atexit
 import contextlib
 import importlib
 import itertools
@@ -159,6 +160,7 @@ class Processes:
 def _run(session: pytest.Session, channel: socket.socket) -> NoReturn:
     """Run tests in this fork until the first process has no more."""
     reporter = Reporter(session, channel.makefile("rw", encoding="utf-8"))
+    atexit._clear()  # what the first process does at its exit
     try:
         forked.share_server()
         manager = session.config.pluginmanager
@@ -175,6 +177,7 @@ def _run(session: pytest.Session, channel: socket.socket) -> NoReturn:
     except BaseException:
         reporter.send("error", traceback.format_exc())
     finally:
+        atexit._run_exitfuncs()  # removes temporary folders of helpers, which `os._exit` would leave
         os._exit(0)
 
 
