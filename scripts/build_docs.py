@@ -137,8 +137,8 @@ def collect(pages: Path, *, run_notebooks: bool) -> None:
     copy_notebook = run_notebook if run_notebooks else shutil.copy
     for path in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
         copy_notebook(path, pages / "notebooks" / path.name)
-    shutil.copytree(ROOT / "docs/images", pages / "images")
-    shutil.copytree(ROOT / "docs/javascripts", pages / "javascripts")
+    for name in ("images", "javascripts", "stylesheets"):
+        shutil.copytree(ROOT / "docs" / name, pages / name)
     shutil.copytree(ROOT / "data_cards", pages / "data_cards")
     for name in DOCUMENTS:
         text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
