@@ -458,6 +458,7 @@ def serve(
     calibration: tuple[Path, ...] = (),
     gallery: Path | None = None,
     gallery_images: int = 5000,
+    all_tokens: bool = False,
     certificate: tuple[Path, Path] | None = None,
     device: str = "auto",
 ) -> None:
@@ -473,6 +474,8 @@ def serve(
             the checkpoints.
         gallery: folder of shards whose images are searched for neighbours.
         gallery_images: images of the gallery, evenly spread over its shards.
+        all_tokens: read all of a volume for each organ, in a model that was trained with masks of
+            organs (fvlm).
         certificate: files of a TLS certificate and its key, for https.
         device: auto, cpu or cuda.
     """
@@ -494,6 +497,7 @@ def serve(
         gallery=gallery,
         gallery_images=gallery_images,
         device=device,
+        all_tokens=all_tokens,
         certificate=certificate,
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from medvl.common.label_names import match_labels, spoken_name
 from medvl.data.images.read import ImageInput
-from medvl.data.volumes.transform import OrganVolumes
+from medvl.data.volumes.transform import OrganVolumes, embedded_parts
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.grounding.heatmaps import Maps, choose_maps, phrase_maps
 from medvl.eval.report_generation.generate import ReportWriter, decode_texts
@@ -237,18 +237,12 @@ def encode_images(model: System, image_BCHW: Tensor | OrganVolumes) -> Embedding
 
     Raises ConfigError for other models.
     """
-    image_BCHW = image_BCHW.to(model.device)
+    parts = embedded_parts(image_BCHW.to(model.device))
     with evaluating(model):
-        if isinstance(image_BCHW, OrganVolumes):
-            of_organs: Any = model  # only fVLM's transform returns organs
-            embedded: Embeddings = of_organs.embed_images(
-                image_BCHW.image_BCDHW, image_BCHW.organ_mask_BDHW
-            )
-            return embedded
         if isinstance(model, DualEncoder):
-            return model.embed_images(image_BCHW)
+            return model.embed_images(*parts)
         if isinstance(model, LabelModel) and model.reads == "image":
-            return model.probabilities(make_batch(model, image_BCHW))
+            return model.probabilities(make_batch(model, parts[0]))
     raise refuse(model, "give probabilities of texts in an image", ABLE)
 
 

@@ -28,6 +28,7 @@ from medvl.common.text_files import csv_text
 from medvl.common.untrusted import parse_json
 from medvl.data.images.codecs import encode_png
 from medvl.data.images.read import starts_like_dicom
+from medvl.data.volumes.organs import OrganVolume
 from medvl.data.volumes.volume import Volume
 from medvl.errors import ConfigError, EvaluationError, ImageError, MedvlError
 from medvl.eval.grounding.evaluation import draw_grounding
@@ -328,16 +329,22 @@ def _draw(
 
 
 def _draw_volume(
-    model: Any, path: Path, values_DHW: np.ndarray, text: str, drawing: _Drawing, stem: str
+    model: Any,
+    path: Path,
+    values: np.ndarray | OrganVolume,
+    text: str,
+    drawing: _Drawing,
+    stem: str,
 ) -> list[str]:
     """Write a picture of slices with a map, and the map as NIfTI; return their paths in `out`."""
     spacing = model.transform.stored.spacing
     if drawing.nifti or spacing is None:
         volume = model.transform.original(path)
-        map_DHW = volume_heatmap(model, volume, text)
+        map_DHW = volume_heatmap(model, path if model.transform.organs else volume, text)
     else:
-        volume = Volume(hu_DHW=values_DHW, spacing=spacing)
-        map_DHW = volume_heatmap(model, values_DHW, text)
+        hu_DHW = values.hu_DHW if isinstance(values, OrganVolume) else values
+        volume = Volume(hu_DHW=hu_DHW, spacing=spacing)
+        map_DHW = volume_heatmap(model, values, text)
     picture = draw_volume_map(volume, map_DHW, model.image_encoder.window)
     write_atomic(drawing.out / f"{stem}.png", encode_png(picture))
     if not drawing.nifti:

@@ -1,6 +1,7 @@
 """Heat maps of a text through the slices of a volume: values, pictures and NIfTI files."""
 
 import gzip
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,15 @@ import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from medvl.common.files import write_atomic
+from medvl.data.volumes.organs import OrganVolume, organ_box
 from medvl.data.volumes.resampling import apply_window
-from medvl.data.volumes.transform import VolumeTransform
+from medvl.data.volumes.transform import VolumeTransform, embedded_parts
 from medvl.data.volumes.volume import Volume
 from medvl.errors import EvaluationError, VolumeError
-from medvl.eval.grounding.heatmaps import best_cosine, embed_volume_patches
+from medvl.eval.grounding.heatmaps import VolumeMaps
+from medvl.eval.zero_shot_classification.prompts import ClassPrompts
 from medvl.models.base import System, evaluating
 from medvl.models.heatmaps import on_volume
 
@@ -33,45 +35,48 @@ def reads_volumes(model: System) -> bool:
     return isinstance(transform, VolumeTransform)
 
 
-def patch_map(model: System, image_1CDHW: Tensor, text: str) -> Tensor:
-    """Return (d, h, w) float32: the cosine of a text with each patch of one volume.
-
-    Patches are those of the system's `embed_regions`. Larger is warmer; values of two volumes or
-    models cannot be compared.
-
-    Args:
-        model: a dual-encoder of volumes, in eval mode.
-        image_1CDHW: output of the model's `transform`, on its device.
-        text: a phrase.
-
-    Raises EvaluationError ("unsupported") for a model without such patches.
-    """
-    patches_1dhwE = embed_volume_patches(model, image_1CDHW)
-    dual: Any = model
-    similarity_1P = best_cosine(patches_1dhwE.flatten(1, 3), dual.embed_texts([text]))
-    return similarity_1P.unflatten(1, patches_1dhwE.shape[1:4])[0]
-
-
-def volume_heatmap(model: System, volume: Any, text: str) -> NDArray[np.float32]:
+def volume_heatmap(
+    model: System, volume: Any, text: str, shape: Sequence[int] | None = None
+) -> NDArray[np.float32]:
     """Return the heat map of a text in a volume: (D, H, W) float32 over its voxels, in canonical
     orientation (z to the head, y to the back, x to the left), NaN outside of the model's cut.
+
+    Values are those of `medvl.eval.grounding.VolumeMaps` for the text: the cosine of each patch in
+    most systems, its share of the similarity in fVLM. Larger is warmer; values of two volumes or
+    models cannot be compared.
 
     Args:
         model: a dual-encoder of volumes.
         volume: a NIfTI file, the folder of a DICOM series, a `Volume`, or an int16 array (D, H, W)
-            of the shards' spacing.
+            of the shards' spacing; for a model that reads masks of organs, one of both files, or
+            an `OrganVolume`.
         text: a phrase.
+        shape: number of values along (z, y, x), evenly spread over the volume; None: its voxels.
 
-    Raises as `patch_map` and as the model's transform.
+    Raises EvaluationError ("unsupported") for a model without patches in the space of texts, and as
+    the model's transform.
     """
     transform: Any = model.transform
-    source = volume if isinstance(volume, np.ndarray) else transform.original(volume)
-    spacing = source.spacing if isinstance(source, Volume) else None
-    shape = source.hu_DHW.shape if isinstance(source, Volume) else source.shape
+    spacing = None
+    if isinstance(volume, np.ndarray | OrganVolume):
+        stored = volume
+        sides = (volume.hu_DHW if isinstance(volume, OrganVolume) else volume).shape
+    else:
+        original = transform.original(volume)
+        sides, spacing = original.hu_DHW.shape, original.spacing
+        stored = transform.read(volume if transform.organs else original)
+    box = organ_box(stored.organs_DHW) if isinstance(stored, OrganVolume) else None
+    shape = shape or sides
+    extents = [
+        (start * count / side, length * count / side)
+        for (start, length), count, side in zip(
+            transform.extents(sides, spacing, box), shape, sides, strict=True
+        )
+    ]
     with torch.no_grad(), evaluating(model):
-        image_1CDHW = transform(source).to(model.device)
-        map_dhw = patch_map(model, image_1CDHW, text)
-        map_DHW = on_volume(map_dhw[None], transform.extents(shape, spacing), shape)[0]
+        maps = VolumeMaps(model, {text: ClassPrompts((text,))}, normalize=True)
+        [patches_dhwE] = maps.patches(*embedded_parts(transform(stored).to(model.device)))
+        map_DHW = on_volume(maps.values(patches_dhwE, [text]), extents, shape)[0]
     values: NDArray[np.float32] = map_DHW.cpu().numpy()
     return values
 

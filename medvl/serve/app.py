@@ -301,6 +301,7 @@ def serve(
     gallery: Path | None = None,
     gallery_images: int = 5000,
     device: str = "auto",
+    all_tokens: bool = False,
     certificate: tuple[Path, Path] | None = None,
 ) -> None:
     """Serve one checkpoint, or two side by side, until interrupted.
@@ -314,6 +315,7 @@ def serve(
             checkpoints by default.
         gallery: folder of shards for nearest neighbours, at most `gallery_images` of them.
         device: auto, cpu or cuda.
+        all_tokens: compare each organ with all patches, in models that read masks of organs.
         certificate: files of a TLS certificate and its key, for https.
 
     Raises as `ServedModel.open` and `Gallery.build`; ConfigError for other numbers of checkpoints,
@@ -324,7 +326,13 @@ def serve(
     from medvl.serve.guard import MOST_CONNECTIONS, limited_protocol
 
     config = (config or ServeConfig()).with_token()
-    models = open_models(checkpoints, prompts=prompts, calibrations=calibrations, device=device)
+    models = open_models(
+        checkpoints,
+        prompts=prompts,
+        calibrations=calibrations,
+        device=device,
+        all_tokens=all_tokens,
+    )
     images = None if gallery is None else Gallery.build(gallery, models, gallery_images)
     listener = listen(config)
     port = listener.getsockname()[1]
@@ -354,6 +362,7 @@ def open_models(
     prompts: str,
     calibrations: Sequence[Path] = (),
     device: str = "auto",
+    all_tokens: bool = False,
 ) -> list[ServedModel]:
     """Load the checkpoints with different titles. Raises as `serve`."""
     if not 1 <= len(checkpoints) <= _MOST_MODELS:
@@ -371,7 +380,7 @@ def open_models(
     prompt_set = load_prompts(prompts) if prompts else None
     given: list[Path | None] = [*calibrations] if calibrations else [None] * len(checkpoints)
     models = [
-        ServedModel.open(run, prompt_set, device, path)
+        ServedModel.open(run, prompt_set, device, path, all_tokens=all_tokens)
         for run, path in zip(checkpoints, given, strict=True)
     ]
     if len({served.reads for served in models}) > 1:

@@ -108,21 +108,28 @@ class ServedModel:
         prompts: PromptSet | None,
         device: str = "auto",
         calibration: Path | None = None,
+        *,
+        all_tokens: bool = False,
     ) -> "ServedModel":
         """Load what `medvl.load` takes, with its calibration: the given file, else that beside the
         checkpoint. Without prompts, those of CT-CLIP for volumes and of CheXpert for images.
+        With `all_tokens`, a model that reads masks of organs compares each organ with all patches.
 
-        Raises CheckpointError, ConfigError for a model of precomputed regions or of volumes with
-        masks of organs, EvaluationError for a damaged calibration.
+        Raises CheckpointError, ConfigError for a model of precomputed regions or, without
+        `all_tokens`, of volumes with masks of organs, EvaluationError for a damaged calibration.
         """
         model = open_model(source).to(resolve_device(device))
         if getattr(model.transform, "organs", False):
-            raise ConfigError(
-                f"{model.name} reads masks of organs, which uploads do not have; use `medvl infer "
-                "--organ-masks FOLDER`",
-                "unsupported",
-                field="checkpoint",
-            )
+            if not all_tokens:
+                raise ConfigError(
+                    f"{model.name} reads masks of organs, which uploads do not have; use `medvl "
+                    "infer --organ-masks FOLDER`, or --all-tokens to read all of a volume for each "
+                    "organ, which it was not trained on",
+                    "unsupported",
+                    field="checkpoint",
+                )
+            transform: Any = model.transform
+            model.transform = dataclasses.replace(transform, organs=False)
         if prompts is None:
             prompts = load_prompts("ct_clip" if reads_volumes(model) else "chexpert_ensemble")
         checkpoint = find_checkpoint(source)

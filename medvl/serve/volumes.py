@@ -12,7 +12,6 @@ from typing import Any
 
 import cv2
 import numpy as np
-import torch
 
 from medvl.common.untrusted import ZIP_ERRORS
 from medvl.data.images.read import starts_like_dicom
@@ -20,9 +19,8 @@ from medvl.data.volumes.dicom_series import decode_dicom_series
 from medvl.data.volumes.nifti import decode_nifti
 from medvl.data.volumes.volume import Volume, VolumeLimits, check_hounsfield
 from medvl.errors import VolumeError
-from medvl.inference.volumes import patch_map, peak_of
-from medvl.models.base import System, evaluating
-from medvl.models.heatmaps import on_volume
+from medvl.inference.volumes import peak_of, volume_heatmap
+from medvl.models.base import System
 from medvl.serve.config import ServeConfig
 from medvl.serve.requests import ImageRequest
 
@@ -150,19 +148,8 @@ def volume_map(model: System, volume: Volume, text: str) -> dict[str, Any]:
 
     Color begins at the mean of the map. `peak` is the highest place, as shares along x, y, z.
     """
-    transform: Any = model.transform
-    with torch.no_grad(), evaluating(model):
-        image_1CDHW = transform(volume).to(model.device)
-        map_dhw = patch_map(model, image_1CDHW, text)
-        shape = [min(_MAP_SIDE, side) for side in volume.hu_DHW.shape]
-        extents = transform.extents(volume.hu_DHW.shape, volume.spacing)
-        scaled = [
-            (start * side / before, length * side / before)
-            for (start, length), side, before in zip(
-                extents, shape, volume.hu_DHW.shape, strict=True
-            )
-        ]
-        map_DHW = on_volume(map_dhw[None], scaled, shape)[0].cpu().numpy()
+    shape = [min(_MAP_SIDE, side) for side in volume.hu_DHW.shape]
+    map_DHW = volume_heatmap(model, volume, text, shape)
     peak = peak_of(map_DHW)
     seen_DHW = np.isfinite(map_DHW)
     low, high, mean = (float(function(map_DHW[seen_DHW])) for function in (np.min, np.max, np.mean))

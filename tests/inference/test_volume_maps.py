@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import gloria_ranks
-from helpers.contrastive_systems import colipri, ct_clip, hlip
+from helpers.contrastive_systems import colipri, ct_clip, fvlm, hlip
 from helpers.errors import raises
 from helpers.volume_files import canonical, write_series
 
@@ -17,6 +17,7 @@ import medvl
 from medvl.cli import main as cli
 from medvl.data.volumes.nifti import read_nifti
 from medvl.data.volumes.options import VolumeOptions
+from medvl.data.volumes.organs import OrganVolume
 from medvl.data.volumes.transform import OriginalVolumeTransform
 from medvl.data.volumes.volume import Volume
 from medvl.errors import ConfigError, EvaluationError
@@ -65,6 +66,25 @@ def test_maps_are_cosines_of_patches_with_the_text(make) -> None:
         medvl.heatmap(model, volume, TEXT, smoothing=1.0)
     with raises(ConfigError, "empty", "text"):
         medvl.heatmap(model, volume, " ")
+
+
+def test_maps_of_organs_are_shares_within_the_cut_around_them() -> None:
+    model = tiny(fvlm)
+    organs = np.zeros((6, 20, 20), np.uint8)
+    organs[2:, 12:19, 1:7] = 1  # the middle of their box: 4, 15, 4
+    hu = canonical((6, 20, 20))
+    found = medvl.heatmap(model, OrganVolume(hu_DHW=hu, organs_DHW=organs), TEXT)
+    seen = np.argwhere(np.isfinite(found))
+    assert (seen.min(0).tolist(), seen.max(0).tolist()) == ([2, 8, 0], [5, 19, 11])
+    cut = np.s_[2:6, 8:20, 0:12]
+    batch = [torch.from_numpy(hu[cut].copy())[None, None], torch.from_numpy(organs[cut].copy())]
+    batch[1] = batch[1][None]
+    with torch.no_grad():
+        shares = model.embed_regions(*batch)[0] @ model.embed_texts([TEXT]).global_NE[0]
+        similarity = model.similarity(model.embed_images(*batch), [TEXT])
+    assert shares.sum() == pytest.approx(similarity.item(), abs=1e-6)
+    corner = shares.unflatten(0, model.image_encoder.grid)[-1, -1, 0]
+    assert found[5, 19, 0] == pytest.approx(corner.item(), abs=1e-6)
 
 
 def test_maps_follow_the_spacing_and_size_of_the_shards() -> None:

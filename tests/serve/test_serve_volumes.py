@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 
 import medvl
 from medvl.data import train_wordpiece
+from medvl.data.volumes.volume import Volume
 from medvl.errors import ConfigError
 from medvl.eval.zero_shot_classification.prompts import load_prompts
 from medvl.inference.volumes import peak_of
@@ -102,7 +103,8 @@ def test_uploads_beyond_the_limits_are_refused(app: TestClient, series: list[byt
 
 
 def test_models_of_volumes_have_their_prompts_and_no_images_beside_them(tmp_path: Path) -> None:
-    for name, model in (("ct", MODEL), ("cxr", tiny_convirt()), ("organs", fvlm())):
+    organs = fvlm(tokenizer=MODEL.tokenizer, vocab_size=None)
+    for name, model in (("ct", MODEL), ("cxr", tiny_convirt()), ("organs", organs)):
         (tmp_path / name).mkdir()
         save(model, tmp_path / name)
     [opened] = open_models([tmp_path / "ct"], prompts="", device="cpu")
@@ -114,4 +116,8 @@ def test_models_of_volumes_have_their_prompts_and_no_images_beside_them(tmp_path
         open_models([tmp_path / "ct", tmp_path / "cxr"], prompts="", device="cpu")
     with raises(ConfigError, "unsupported", "checkpoint"):  # uploads have no masks of organs
         open_models([tmp_path / "organs"], prompts="", device="cpu")
+    [opened] = open_models([tmp_path / "organs"], prompts="", device="cpu", all_tokens=True)
+    assert opened.abilities["heatmap"]
+    volume = Volume(hu_DHW=np.full((6, 14, 13), 40, np.int16), spacing=(1.0, 1.0, 1.0))
+    assert opened.heatmap(volume, TEXT)["high"] < 1
     assert torch.is_grad_enabled()

@@ -216,7 +216,7 @@ def cut_volume(
     shape = _shape(source, position, sample)
     if shape is None:
         return None
-    cut = transform.cut(shape, rng, _box(sample, shape) if transform.organs else None)
+    cut = transform.cut(shape, rng, organ_box_of(sample, shape) if transform.organs else None)
     volume_DHW = transform.fill(source.volume(position, cut.source[0]).hu_DHW, cut)
     if not transform.organs:
         return CutVolume(volume_DHW, None)
@@ -226,8 +226,10 @@ def cut_volume(
     return CutVolume(volume_DHW, transform.fill(organs_DHW, cut, 0))
 
 
-def _box(sample: Sample, shape: Shape) -> list[list[int]] | None:
-    """Return the box of a sample's organs, None where it has none. Raises ShardError."""
+def organ_box_of(sample: Sample, shape: Shape) -> list[list[int]] | None:
+    """Return the box of a stored volume's organs, as `VolumeTransform.cut` takes it; None where the
+    sample has none. Raises ShardError.
+    """
     organs = sample.extra.get("organs")
     box = organs.get("box") if isinstance(organs, dict) else None
     if box is None:

@@ -63,6 +63,13 @@ class OrganVolumes:
         )
 
 
+def embedded_parts(prepared: "Tensor | OrganVolumes") -> "tuple[Tensor, ...]":
+    """Return the arguments of a dual-encoder's `embed_images`, from the output of its transform."""
+    if isinstance(prepared, OrganVolumes):
+        return prepared.image_BCDHW, prepared.organ_mask_BDHW
+    return (prepared,)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VolumeTransform:
     """Crop to a size; sides that are smaller are padded with air on both ends."""
@@ -200,32 +207,34 @@ class VolumeTransform:
         return read_volume(_volume_path(volume), VolumeFile(), as_is, ANYWHERE)
 
     def extents(
-        self, shape: Sequence[int], spacing: Sequence[float] | None = None
+        self,
+        shape: Sequence[int],
+        spacing: Sequence[float] | None = None,
+        box: Sequence[Sequence[int]] | None = None,
     ) -> tuple[Extent, Extent, Extent]:
         """Return the part of a volume that the model sees, along (z, y, x), in its voxels.
 
         Args:
             shape: of the volume.
             spacing: of an original volume in mm; None for one as its shards would store it.
+            box: of the organs in the stored volume, as for `cut`.
         """
         from medvl.data.volumes.resampling import resampled_sides
 
         sides = list(shape)
-        sizes = [self.size]
+        stored: Sequence[int] = sides
         if spacing is not None:
             if self.stored.spacing is not None:
                 sides = resampled_sides(shape, spacing, self.stored.spacing)
-            if self.stored.size is not None:
-                sizes = [self.stored.size, self.size]
+            stored = self.stored.size or sides
+        cut = self.cut(stored, box=box)
         extents = []
         for axis, (before, side) in enumerate(zip(shape, sides, strict=True)):
+            count = min(side, stored[axis])  # shards are cropped or padded around the centre
+            start = (side - count) // 2 - (stored[axis] - count) // 2
+            start += cut.source[axis].start - cut.target[axis].start
             scale = before / side
-            start = 0
-            for size in sizes:  # cropped or padded around the centre, as `cut` does
-                count = min(side, size[axis])
-                start += (side - count) // 2 - (size[axis] - count) // 2
-                side = size[axis]
-            extents.append(Extent(start * scale, side * scale))
+            extents.append(Extent(start * scale, self.size[axis] * scale))
         return extents[0], extents[1], extents[2]
 
     def cut(

@@ -25,6 +25,8 @@ from medvl.data.annotations import Phrase, published_size
 from medvl.data.transforms.image import Box
 from medvl.data.volumes.transform import VolumeTransform
 from medvl.errors import EvaluationError
+from medvl.eval.core.full_pass import embed_texts
+from medvl.eval.zero_shot_classification.prompts import ClassPrompts
 from medvl.models import DualEncoder
 from medvl.models.base import System
 from medvl.models.heatmaps import on_image
@@ -175,21 +177,62 @@ def has_volume_patches(model: System) -> bool:
     return isinstance(transform, VolumeTransform) and isinstance(model, HasRegions)
 
 
-def embed_volume_patches(model: System, image_BCDHW: Tensor) -> Tensor:
-    """Return patches of volumes in the space of texts (B, d, h, w, E) float32, not normalized.
+class VolumeMaps:
+    """Maps of texts in volumes, by the patches of a dual-encoder of volumes; texts are encoded
+    once.
+
+    The value of a patch (`embed_regions`) is its product with the mean vector of the sentences for
+    a text, minus that with the mean of those against it. Values of two volumes or models cannot be
+    compared.
+
+    Args:
+        model: in eval mode.
+        texts: sentences for and against each text, by name.
+        normalize: take `normalize_regions` of the patches, so that the value of a sentence is a
+            cosine in most systems.
 
     Raises EvaluationError ("unsupported") for a model without such patches.
     """
-    if not has_volume_patches(model):
-        raise EvaluationError(
-            f"{model.name} has no patches in the space of texts; use hlip, ct_clip or colipri",
-            "unsupported",
-            field="model",
-        )
-    of_volumes: Any = model
-    patches_BPE = of_volumes.embed_regions(image_BCDHW)
-    patches: Tensor = patches_BPE.float().unflatten(1, of_volumes.image_encoder.grid)
-    return patches
+
+    def __init__(
+        self, model: System, texts: Mapping[str, ClassPrompts], *, normalize: bool = False
+    ) -> None:
+        if not has_volume_patches(model):
+            raise EvaluationError(
+                f"{model.name} has no patches in the space of texts; use hlip, ct_clip, colipri or "
+                "fvlm",
+                "unsupported",
+                field="model",
+            )
+        self._model: Any = model
+        self._normalize = normalize
+        self._directions = {
+            name: self._mean(sides.positive) - (self._mean(sides.negative) if sides.negative else 0)
+            for name, sides in texts.items()
+        }
+
+    def _mean(self, texts: Sequence[str]) -> Tensor:
+        vectors_ME: Tensor = embed_texts(self._model, texts).global_NE
+        return vectors_ME.mean(dim=0)
+
+    @torch.no_grad()
+    def patches(self, *volumes: Tensor) -> Tensor:
+        """Return patches in the space of texts (B, d, h, w, E) float32.
+
+        Args:
+            volumes: arguments of the model's `embed_images`, on its device.
+        """
+        regions_BPE = self._model.embed_regions(*volumes).float()
+        if self._normalize:
+            regions_BPE = self._model.normalize_regions(regions_BPE)
+        patches: Tensor = regions_BPE.unflatten(1, self._model.image_encoder.grid)
+        return patches
+
+    @torch.no_grad()
+    def values(self, patches_dhwE: Tensor, names: Sequence[str]) -> Tensor:
+        """Return (L, d, h, w): the values of the patches of one volume for each text."""
+        directions_LE = torch.stack([self._directions[name] for name in names])
+        return torch.einsum("dhwe,le->ldhw", patches_dhwE, directions_LE)
 
 
 def smooth(map_Bhw: Tensor, sigma: float) -> Tensor:

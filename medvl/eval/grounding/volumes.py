@@ -8,7 +8,8 @@ Protocol "volume_grounding", version 1:
   the finding's boxes. Findings outside of the model's cut are left out and counted.
 * The value of a patch is its similarity with the positive prompts of the finding minus that with
   the negative ones, each a mean over sentences; without prompts, the similarity with "There is
-  FINDING.". Patches are those of the model's `embed_regions`. Voxels have the values of their
+  FINDING.". Patches are those of the model's `embed_regions`; of fVLM, the shares of patches in
+  the similarity, 0 outside of the organs that the prompts name. Voxels have the values of their
   patches, interpolated linearly.
 * "voxel_auroc" is the probability that a voxel inside is above one outside; a random map has 0.5.
   "signed_cnr" and "pointing_game" are those of `medvl eval grounding`; the chance of the latter is
@@ -19,31 +20,31 @@ Protocol "volume_grounding", version 1:
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 from torch import Tensor
 
 from medvl.common.untrusted import parse_json
+from medvl.data.loading.readers import organ_box_of
 from medvl.data.reports.statements import statement
 from medvl.data.shards.source import ShardSource
 from medvl.data.volumes.transform import VolumeTransform, stored_shape
 from medvl.errors import EvaluationError
-from medvl.eval.core.full_pass import FullPass, embed_texts
+from medvl.eval.core.full_pass import FullPass
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, label_mean_metrics
 from medvl.eval.core.open import Setup, SmallBatchOptions
 from medvl.eval.core.results import LineFields, Lines, Results, number
 from medvl.eval.evaluation import LineResult, ModelEvaluation
-from medvl.eval.grounding.heatmaps import MapRules, embed_volume_patches, map_metrics
+from medvl.eval.grounding.heatmaps import MapRules, VolumeMaps, map_metrics
 from medvl.eval.registry import register_evaluation
 from medvl.eval.zero_shot_classification.prompts import ClassPrompts, load_prompts
 from medvl.models.base import evaluating
-from medvl.models.volumes.base import VolumeDualEncoder, volumes_of
+from medvl.models.volumes.base import VolumeDualEncoder
 from medvl.schema import Sample
 
 PROTOCOL = "volume_grounding"
@@ -98,7 +99,7 @@ def box_mask(
     """
     shape = stored_shape(sample.extra)
     spacing = _numbers(sample.extra["spacing_mm"])
-    cut = transform.cut(shape)
+    cut = transform.cut(shape, box=organ_box_of(sample, shape) if transform.organs else None)
     inside_DHW = np.zeros(transform.size, np.bool_)
     for box in boxes:
         slices = []
@@ -125,33 +126,6 @@ def voxel_auroc(map_DHW: NDArray[np.floating], inside_DHW: NDArray[np.bool_]) ->
         return math.nan
     ranks = rankdata(map_DHW.ravel())[inside_DHW.ravel()]
     return float((ranks.sum() - count * (count + 1) / 2) / (count * others))
-
-
-class FindingMaps:
-    """Maps of findings in volumes; prompts are embedded once.
-
-    Args:
-        model: in eval mode.
-        prompts: sentences of each finding.
-    """
-
-    def __init__(self, model: VolumeDualEncoder, prompts: Mapping[str, ClassPrompts]) -> None:
-        self.model = model
-        self._directions = {
-            name: self._mean(sides.positive) - (self._mean(sides.negative) if sides.negative else 0)
-            for name, sides in prompts.items()
-        }
-
-    def _mean(self, texts: Sequence[str]) -> Tensor:
-        vectors_ME: Tensor = embed_texts(self.model, texts).global_NE
-        return vectors_ME.mean(dim=0)
-
-    @torch.no_grad()
-    def maps(self, patches_dhwE: Tensor, names: Sequence[str], size: Sequence[int]) -> Tensor:
-        """Return (L, D, H, W): the map of each finding in one volume."""
-        directions_LE = torch.stack([self._directions[name] for name in names])
-        map_Ldhw = torch.einsum("dhwe,le->ldhw", patches_dhwE, directions_LE)
-        return F.interpolate(map_Ldhw[None], tuple(size), mode="trilinear")[0]
 
 
 @register_evaluation("volume-grounding")
@@ -187,13 +161,14 @@ class VolumeGrounding(ModelEvaluation):
         batches = FullPass(setup.loader(source, model))
         lines: list[dict[str, Any]] = []
         with evaluating(model):
-            maps = FindingMaps(model, prompts)
+            maps = VolumeMaps(model, prompts)
             for batch in batches:
-                volumes = volumes_of(batch).to(model.device, non_blocking=True)
-                with torch.no_grad():
-                    patches = embed_volume_patches(model, volumes)
+                volumes = [each.to(model.device, non_blocking=True) for each in batch.embedded]
+                patches = maps.patches(*volumes)
                 for key, patches_dhwE in zip(batch.keys, patches, strict=True):
-                    lines += self._lines(maps, patches_dhwE, *samples[key], prompts)
+                    sample, boxes = samples[key]
+                    known = [box for box in boxes if box.label in prompts]
+                    lines += self._lines(maps, patches_dhwE, sample, known, model.transform)
         if not lines:
             raise EvaluationError(
                 "no sample has boxes of a finding with prompts (boxes_mm); give annotated shards",
@@ -212,20 +187,20 @@ class VolumeGrounding(ModelEvaluation):
         own = load_prompts(self.prompts).for_labels(found)
         return {label: own.classes[name] for name, label in own.labels_of(found).items()}
 
+    @staticmethod
     def _lines(
-        self,
-        maps: FindingMaps,
+        maps: VolumeMaps,
         patches_dhwE: Tensor,
         sample: Sample,
         boxes: Sequence[VolumeBox],
-        prompts: Mapping[str, ClassPrompts],
+        transform: Any,
     ) -> Iterator[dict[str, Any]]:
         """Yield the line of each finding of a volume."""
-        transform: Any = maps.model.transform
-        names = sorted({box.label for box in boxes if box.label in prompts})
+        names = sorted({box.label for box in boxes})
         if not names:
             return
-        map_LDHW = maps.maps(patches_dhwE, names, transform.size).cpu().numpy()
+        map_Ldhw = maps.values(patches_dhwE, names)
+        map_LDHW = F.interpolate(map_Ldhw[None], transform.size, mode="trilinear")[0].cpu().numpy()
         for name, map_DHW in zip(names, map_LDHW, strict=True):
             inside = box_mask([box for box in boxes if box.label == name], sample, transform)
             if not np.isfinite(map_DHW).all():

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.data.volumes.transform import VolumeTransform
@@ -65,6 +66,12 @@ class VolumeDualEncoder(DualEncoder):
         """Return (B, E) float32: `encode_image` before the normalisation."""
         projected_BE: Tensor = self.image_head(self.image_encoder(image_BCDHW).pooled_BD)
         return projected_BE.float()
+
+    def normalize_regions(self, regions_BPE: Tensor) -> Tensor:
+        """Return patches of `embed_regions` as a heat map compares them with the unit vector of a
+        text: of unit length.
+        """
+        return F.normalize(regions_BPE, dim=2)
 
     def embed_pairs(self, batch: Batch) -> Pairs:
         texts = self.embed_ids(*self.text_inputs(batch))

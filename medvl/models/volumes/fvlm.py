@@ -33,6 +33,10 @@ class FVLMConfig(VolumeDualConfig, TemperatureConfig):
     Its code learns the temperature itself, here its logarithm, within the same bounds. Its
     positions are learned, and its filters start at random; here positions are fixed and filters are
     MAE's, inflated as in HLIP. Its class token is not used.
+
+    All organs of a volume have one crop: in the released code around the box of the lungs, here
+    around the middle of that of all organs. Training leaves out organs that the crop cuts;
+    inference compares what the crop shows of them.
     """
 
     image_arguments: Mapping[str, Any] = dataclasses.field(
@@ -88,16 +92,56 @@ class OrganQueries(nn.Module):
 
         Where the mask of an organ is empty, its query attends to all patches.
         """
-        hidden_BOP = None
-        if mask_BOP is not None:
-            hidden_BOP = ~mask_BOP & mask_BOP.any(dim=2, keepdim=True)
-            hidden_BOP = hidden_BOP.repeat_interleave(self.attention.num_heads, dim=0)
         query_BOD = self.query_tokens.expand(len(patches_BPD), -1, -1).to(patches_BPD.dtype)
         seen_BOD, weights_BOP = self.attention(
-            query_BOD, patches_BPD, patches_BPD, attn_mask=hidden_BOP, need_weights=need_weights
+            query_BOD,
+            patches_BPD,
+            patches_BPD,
+            attn_mask=self._hidden(mask_BOP),
+            need_weights=need_weights,
         )
         projected = [layer(seen_BOD[:, organ]) for organ, layer in enumerate(self.projections)]
         return torch.stack(projected, dim=1), weights_BOP
+
+    def shares(self, patches_BPD: Tensor, mask_BOP: Tensor | None) -> Tensor:
+        """Return (B, O, P, E): the share of each patch in the vectors of `forward`, which are their
+        sums over patches. Without dropout.
+        """
+        heads = self.attention.num_heads
+        query_BOD = self.query_tokens.expand(len(patches_BPD), -1, -1).to(patches_BPD.dtype)
+        weights_BhOP = self.attention(
+            query_BOD,
+            patches_BPD,
+            patches_BPD,
+            attn_mask=self._hidden(mask_BOP),
+            average_attn_weights=False,
+        )[1]
+        value_BPD = F.linear(
+            patches_BPD,
+            self.attention.in_proj_weight.chunk(3)[2],
+            self.attention.in_proj_bias.chunk(3)[2],
+        )
+        value_BhPK = value_BPD.unflatten(2, (heads, -1)).transpose(1, 2)
+        part_BOPD = torch.einsum("bhop,bhpk->bophk", weights_BhOP, value_BhPK).flatten(3)
+        # biases are shared out by the attention, whose sum over patches is one
+        weight_BOP1 = weights_BhOP.mean(dim=1)[..., None]
+        output = self.attention.out_proj
+        projections: Any = self.projections
+        part_BOPD = F.linear(part_BOPD, output.weight) + weight_BOP1 * output.bias
+        shares = [
+            F.linear(part_BOPD[:, organ], layer.weight) + weight_BOP1[:, organ] * layer.bias
+            for organ, layer in enumerate(projections)
+        ]
+        return torch.stack(shares, dim=1)
+
+    def _hidden(self, mask_BOP: Tensor | None) -> Tensor | None:
+        """Return the patches that each query does not attend to, repeated for all heads; None: it
+        attends to all.
+        """
+        if mask_BOP is None:
+            return None
+        hidden_BOP = ~mask_BOP & mask_BOP.any(dim=2, keepdim=True)
+        return hidden_BOP.repeat_interleave(self.attention.num_heads, dim=0)
 
 
 @register_system("fvlm")
@@ -147,13 +191,16 @@ class FVLM(VolumeDualEncoder):
         """
         features = self.image_encoder(image_BCDHW)
         mask_BOP = self._organ_patches(organ_mask_BDHW)
-        every_BOP = None if mask_BOP is None else mask_BOP.repeat(1, 1, self.image_encoder.maps)
-        vector_BOE, _ = self.image_head(features.patches_BPD, every_BOP)
+        vector_BOE, _ = self.image_head(features.patches_BPD, self._of_layers(mask_BOP))
         if mask_BOP is None:
             present_BO = image_BCDHW.new_ones(vector_BOE.shape[:2], dtype=torch.bool)
         else:
             present_BO = mask_BOP.any(dim=2)
         return F.normalize(vector_BOE.float(), dim=2), present_BO
+
+    def _of_layers(self, mask_BOP: Tensor | None) -> Tensor | None:
+        """Return the mask of patches for those of all layers, one after another."""
+        return None if mask_BOP is None else mask_BOP.repeat(1, 1, self.image_encoder.maps)
 
     def _organ_patches(self, organ_mask_BDHW: Tensor | None) -> Tensor | None:
         """Return the patches with a voxel of each organ (B, O, P), None for all patches."""
@@ -239,13 +286,35 @@ class FVLM(VolumeDualEncoder):
         features = self.image_encoder(image_BCDHW)
         mask_BOP = self._organ_patches(organ_mask_BDHW)
         maps = self.image_encoder.maps
-        every_BOP = None if mask_BOP is None else mask_BOP.repeat(1, 1, maps)
-        _, weights_BOP = self.image_head(features.patches_BPD, every_BOP, need_weights=True)
+        _, weights_BOP = self.image_head(
+            features.patches_BPD, self._of_layers(mask_BOP), need_weights=True
+        )
         depth, height, width = features.grid
         summed_BOP = weights_BOP.unflatten(2, (maps, -1)).sum(dim=2)
         summed_BOP = summed_BOP if mask_BOP is None else summed_BOP * mask_BOP
         shares: Tensor = summed_BOP.unflatten(2, (depth // maps, height, width))
         return shares
+
+    def embed_regions(self, image_BCDHW: Tensor, organ_mask_BDHW: Tensor | None = None) -> Tensor:
+        """Return (B, P, O * E) float32: the share of each patch in `unnormalized_image`, their sum
+        over patches; 0 outside of an organ's mask.
+
+        The product with a text is the share in `similarity`. Arguments and errors are those of
+        `organ_vectors`.
+        """
+        features = self.image_encoder(image_BCDHW)
+        mask_BOP = self._organ_patches(organ_mask_BDHW)
+        share_BOPE = self.image_head.shares(features.patches_BPD, self._of_layers(mask_BOP)).float()
+        share_BOPE = share_BOPE.unflatten(2, (self.image_encoder.maps, -1)).sum(dim=2)
+        length_BO = share_BOPE.sum(dim=2).norm(dim=2)
+        share_BOPE = share_BOPE / length_BO[:, :, None, None].clamp(min=1e-12)
+        if mask_BOP is not None:
+            share_BOPE = share_BOPE * mask_BOP[..., None]
+        return share_BOPE.transpose(1, 2).flatten(2)
+
+    def normalize_regions(self, regions_BPE: Tensor) -> Tensor:
+        """Return the same regions, whose length is part of their share."""
+        return regions_BPE
 
     def embed_pairs(self, batch: Batch) -> Pairs:
         normal_BO = batch.organ_normal_BO

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.contrastive_systems import fvlm
+from helpers.contrastive_systems import convirt
 from helpers.errors import raises
 from helpers.volume_shards import SHAPE, volume_shards
 from torch import Tensor
@@ -19,7 +19,7 @@ from medvl.data.volumes.options import VolumeOptions
 from medvl.data.volumes.transform import VolumeTransform
 from medvl.errors import EvaluationError
 from medvl.eval import read_results
-from medvl.eval.grounding.heatmaps import embed_volume_patches
+from medvl.eval.grounding.heatmaps import VolumeMaps
 from medvl.eval.grounding.volumes import box_mask, read_volume_boxes, voxel_auroc
 from medvl.models.checkpoint import save
 from medvl.models.dual_encoders.bases.base import DualEncoder
@@ -154,7 +154,20 @@ def test_maps_of_the_boxes_themselves_are_inside(
     )
 
 
-def test_patches_outside_of_the_space_of_texts_are_refused() -> None:
-    """Of fVLM, whose organs read patches through queries of their own."""
+def test_models_without_patches_of_volumes_are_refused() -> None:
     with raises(EvaluationError, "unsupported", "model"):
-        embed_volume_patches(fvlm(), torch.zeros(1, 1, *SHAPE, dtype=torch.int16))
+        VolumeMaps(convirt(), {})
+
+
+def test_boxes_follow_the_cut_around_the_organs() -> None:
+    extra = {"shape": [4, 16, 16], "spacing_mm": [1.0, 1.0, 1.0]}
+    extra["organs"] = {"box": [[0, 4], [10, 14], [2, 6]]}  # the cut: 0 to 4, 8 to 16, 0 to 8
+    box = {"label": "Nodule", "center": [0.0, 1.0, -4.0], "size": [2.0, 2.0, 2.0]}
+    sample = Sample(
+        key="k", corpus="lab", split="test", patient="p", study="s", image=None, sections={},
+        labels={}, extra={**extra, "boxes_mm": [box]},
+    )  # fmt: skip
+    transform = VolumeTransform(size=(4, 8, 8), organs=True)
+    inside = np.argwhere(box_mask(read_volume_boxes(sample), sample, transform))
+    assert inside.min(0).tolist() == [1, 0, 3]
+    assert inside.max(0).tolist() == [2, 1, 4]

@@ -113,6 +113,48 @@ def test_maps_are_shares_within_the_organ() -> None:
     torch.testing.assert_close(total, inside.any(dim=4).any(dim=3).any(dim=2).float())
 
 
+@pytest.mark.parametrize("organ_tokens", ["mask", "all"])
+def test_regions_are_shares_of_the_similarity(organ_tokens: str) -> None:
+    model = fvlm(organ_tokens=organ_tokens).eval()
+    head = model.image_head
+    with torch.no_grad():
+        head.attention.in_proj_bias.normal_()
+        head.attention.out_proj.bias.normal_()
+    batch = make_batch("fvlm")
+    organs = batch.organ_mask_BDHW if organ_tokens == "mask" else None
+    with torch.no_grad():
+        regions = model.embed_regions(batch.image_BCDHW, organs)
+        torch.testing.assert_close(
+            regions.sum(dim=1), model.unnormalized_image(batch.image_BCDHW, organs)
+        )
+        inside = model._organ_patches(organs)
+        shares = regions.unflatten(2, (4, -1)).transpose(1, 2)
+        # One patch of the second row for the heart, head by head and layer by layer.
+        row, organ = 1, 1
+        patches = model.image_encoder(batch.image_BCDHW).patches_BPD[row]
+        mask = patches.new_ones(18) > 0 if inside is None else inside[row, organ]
+        read = mask.repeat(3)
+        query, key, value = (
+            F.linear(each, weight, bias).unflatten(-1, (4, -1))
+            for each, weight, bias in zip(
+                (head.query_tokens[organ], patches, patches),
+                head.attention.in_proj_weight.chunk(3),
+                head.attention.in_proj_bias.chunk(3),
+                strict=True,
+            )
+        )
+        logits = torch.einsum("hk,phk->ph", query, key) / query.shape[1] ** 0.5
+        weights = logits.masked_fill(~read[:, None], -torch.inf).softmax(dim=0)
+        part = (weights[..., None] * value).flatten(1) @ head.attention.out_proj.weight.T
+        part = part + weights.mean(1, keepdim=True) * head.attention.out_proj.bias
+        layer = head.projections[organ]
+        part = part @ layer.weight.T + weights.mean(1, keepdim=True) * layer.bias
+        expected = part.unflatten(0, (3, 18)).sum(dim=0) / part.sum(dim=0).norm()
+    torch.testing.assert_close(shares[row, organ], expected)
+    if inside is not None:
+        assert not shares[~inside].any()
+
+
 def test_volumes_without_organs_need_a_model_that_reads_all_patches(tmp_path: Path) -> None:
     model = of_words()
     volume = make_batch("fvlm").image_BCDHW
