@@ -1,6 +1,7 @@
 """Rewards of texts against the true ones, 0 to 1.
 
-    findings   F1 of present findings with their sides, read by the labeler
+    findings   F1 of present findings with their sides, read by the labeler; a sentence that repeats
+               counts as two false findings
     ngrams     mean F1 of n-grams of 1 to 4 words
     novelty    share of trigrams that do not repeat an earlier one
     length     words of the shorter text over those of the longer one
@@ -29,22 +30,31 @@ _ORDERS = 4
 _SENTENCES = 100_000
 """Sentences whose vectors are kept."""
 _TEXTS = 10_000
-"""Texts whose findings are kept: all texts of an image are compared with one reference."""
+"""Texts whose statements are kept: all texts of an image are compared with one reference."""
+_REPEAT = 2
+"""False findings that a repeated sentence counts as."""
+_NOTHING = frozenset({("No Finding", "")})
 
 Reward = Callable[[str, str], float]
 """(text, true text) -> 0 to 1."""
 
 
 def findings_reward(text: str, reference: str) -> float:
-    """Return the F1 of present findings with their sides, read by the labeler; 1 where neither text
-    has any.
+    """Return the F1 of present findings with their sides, where repeated sentences are false.
 
-    A denied finding is never present, and a side that only one text names is another finding.
+        2 |A and B| / (|A| + |B| + 2 repeats)
+
+    A and B are the (finding, side) that the text and the reference assert, read by the labeler, or
+    {no finding} for one that asserts none. A denied finding is never present, and a side that only
+    one text names is another finding. `repeats` counts the sentences of the text whose words, or
+    all of whose present findings, it had before: as often as the reference has them, at least once.
+    Without it a finding that is right is free to be written again, in the same or in other words.
     """
-    ours, theirs = _present(text), _present(reference)
-    if not ours and not theirs:
-        return 1.0
-    return 2 * len(ours & theirs) / (len(ours) + len(theirs))
+    ours, theirs = _statements(text), _statements(reference)
+    present = frozenset().union(*(found for _, found in ours)) or _NOTHING
+    expected = frozenset().union(*(found for _, found in theirs)) or _NOTHING
+    total = len(present) + len(expected) + _REPEAT * _repeats(ours, theirs)
+    return 2 * len(present & expected) / total
 
 
 def ngrams_reward(text: str, reference: str) -> float:
@@ -161,13 +171,28 @@ def text_rewards(
     )
 
 
+Words = tuple[str, ...]
+Findings = frozenset[tuple[str, str]]
+"""(finding, side) that a sentence asserts."""
+
+
 @functools.lru_cache(_TEXTS)
-def _present(text: str) -> frozenset[tuple[str, str]]:
+def _statements(text: str) -> tuple[tuple[Words, Findings], ...]:
+    """Return the words of each statement of a text, and what it asserts."""
     # Few runs train on rewards, so that most import no labeler.
+    from medvl.data.reports.labeler import sentence_runs
+
+    sentences = split_sentences(text)
+    runs = (" ".join(sentences[first:end]) for first, end in sentence_runs(sentences))
+    return tuple((_words(each), _present(each)) for each in runs if _words(each))
+
+
+@functools.lru_cache(_SENTENCES)
+def _present(sentence: str) -> Findings:
     from medvl.data.reports.labeler import find_mentions
     from medvl.data.reports.statements import places_of
 
-    mentions = list(find_mentions(text))
+    mentions = find_mentions(sentence)
     return frozenset(
         (mention.finding, " ".join(sides))
         for mention, (sides, _) in zip(mentions, places_of(mentions), strict=True)
@@ -175,6 +200,24 @@ def _present(text: str) -> frozenset[tuple[str, str]]:
     )
 
 
-def _ngrams(text: str, order: int) -> Counter[tuple[str, ...]]:
-    words = text.lower().replace(".", " ").replace(",", " ").split()
+def _repeats(
+    ours: Sequence[tuple[Words, Findings]], theirs: Sequence[tuple[Words, Findings]]
+) -> int:
+    """Return how many statements of a text repeat earlier ones more often than the reference."""
+    allowed = Counter(key for words, present in theirs for key in (words, *present))
+    seen: Counter[Words] = Counter()
+    repeats = 0
+    for words, present in ours:
+        is_new = [seen[key] < max(1, allowed[key]) for key in (words, *present)]
+        repeats += not is_new[0] or (bool(present) and not any(is_new[1:]))
+        seen.update((words, *present))
+    return repeats
+
+
+def _ngrams(text: str, order: int) -> Counter[Words]:
+    words = _words(text)
     return Counter(zip(*(words[start:] for start in range(order)), strict=False))
+
+
+def _words(text: str) -> Words:
+    return tuple(text.lower().replace(".", " ").replace(",", " ").split())
