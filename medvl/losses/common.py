@@ -66,9 +66,11 @@ def shapes(*tensors: Tensor) -> str:
     return " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
 
 
-def check_share(name: str, value: float) -> None:
-    """Raise ValueError naming the argument unless the value is within [0, 1]."""
-    if not 0 <= value <= 1:
+def check_share(name: str, value: float | Tensor) -> None:
+    """Raise ValueError naming the argument unless the value is within [0, 1]; a tensor, which the
+    host would wait for, is not looked at.
+    """
+    if not isinstance(value, Tensor) and not 0 <= value <= 1:
         raise ValueError(f"{name} must be within [0, 1], got {value}")
 
 

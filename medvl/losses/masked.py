@@ -64,7 +64,7 @@ def mlm_by_text(logits_NV: Tensor, labels_N: Tensor, text_N: Tensor, texts: int)
 
 
 def mlm_distilled(
-    logits_BTV: Tensor, labels_BT: Tensor, teacher_BTV: Tensor, alpha: float = 0.4
+    logits_BTV: Tensor, labels_BT: Tensor, teacher_BTV: Tensor, alpha: float | Tensor = 0.4
 ) -> Tensor:
     """(1 - alpha) cross-entropy with the masked ids + alpha with the teacher's distribution over
     the vocabulary.
@@ -82,10 +82,10 @@ def mlm_distilled(
     logits_NV, labels_N = _masked_only(logits_BTV, labels_BT)
     teacher_NV, _ = _masked_only(teacher_BTV.detach(), labels_BT)
     with full_precision(logits_NV):
-        target_NV = teacher_NV.float().softmax(dim=-1)
-        soft = F.cross_entropy(logits_NV.float(), target_NV, reduction="sum") / max(
-            len(labels_N), 1
-        )
+        counted_N = labels_N != IGNORED
+        target_NV = teacher_NV.float().softmax(dim=-1) * counted_N[:, None]
+        total = F.cross_entropy(logits_NV.float(), target_NV, reduction="sum")
+        soft = mean_of(total, counted_N.sum())
         return (1 - alpha) * _hard(logits_NV, labels_N) + alpha * soft
 
 
@@ -116,16 +116,21 @@ def masked_positions(labels_BT: Tensor) -> Tensor:
 def _hard(logits_NV: Tensor, labels_N: Tensor, count: Tensor | None = None) -> Tensor:
     with full_precision(logits_NV):
         total = F.cross_entropy(logits_NV.float(), labels_N, reduction="sum")
-        return total / max(len(labels_N), 1) if count is None else mean_of(total, count)
+        return mean_of(total, (labels_N != IGNORED).sum() if count is None else count)
 
 
 def _masked_only(logits_BTV: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits and labels of the masked positions: only these are copied to float32."""
+    """Return logits and labels of the masked positions: only these are copied to float32.
+
+    Logits (N, V) are returned as they are, so that no shape depends on values.
+    """
     if labels_BT.ndim == 0 or logits_BTV.shape[:-1] != labels_BT.shape:
         raise ValueError(
             f"logits must have the shape of the labels and a last dimension V, got "
             f"{shapes(logits_BTV, labels_BT)}"
         )
+    if labels_BT.ndim == 1:
+        return logits_BTV, labels_BT
     index_N = masked_positions(labels_BT)
     return logits_BTV.flatten(0, -2)[index_N], labels_BT.flatten()[index_N]
 
@@ -318,10 +323,10 @@ def mim(predicted_BPD: Tensor, target_BPD: Tensor, masked_BP: Tensor) -> Tensor:
         got = shapes(predicted_BPD, target_BPD, masked_BP)
         raise ValueError(f"predicted and target must be (B, P, D) and the mask (B, P), got {got}")
     with full_precision(predicted_BPD):
-        index_N = masked_BP.flatten().nonzero().squeeze(1)
-        predicted_ND = predicted_BPD.flatten(0, 1)[index_N].float()
-        target_ND = target_BPD.flatten(0, 1)[index_N].float()
-        return (predicted_ND - target_ND).square().mean(dim=-1).sum() / max(len(index_N), 1)
+        masked_BP = masked_BP.bool()
+        error_BPD = predicted_BPD.float() - target_BPD.float()
+        error_BP = error_BPD.masked_fill(~masked_BP[:, :, None], 0.0).square().mean(dim=-1)
+        return mean_of(error_BP.sum(), masked_BP.sum())
 
 
 # Losses of masked regions: their features, and the detector's distribution over its classes.

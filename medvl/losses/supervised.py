@@ -229,7 +229,7 @@ def answer_words(
     weight_N: Tensor,
     questions: int,
     teacher_NV: Tensor | None = None,
-    alpha: float = 0.0,
+    alpha: float | Tensor = 0.0,
 ) -> Tensor:
     """Cross-entropy of every word, weighted by its answer's score, summed over the words and
     averaged over questions.

@@ -26,6 +26,7 @@ from measure.line import Line, Report, Row, TableRow, report
 from measure.medvl_step import medvl_step
 from measure.timing import Contender, Flops, Run, measure_in_turns
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 from medvl.data import DenseBatch, Tokenizer, train_wordpiece
@@ -73,6 +74,8 @@ SYSTEMS = {
     "r2gen": ("r2gen_iu", "paper"),
 }
 """Name -> recipe and preset."""
+FUSION = ("medvill", "vilt", "m3ae", "arl", "ptunifier", "albef")
+"""Systems whose compiled graphs are counted."""
 CASES = ("trained", "frozen", "stored")
 """Image encoders of RadZero's step."""
 GRAPH = GraphSizes(entities=10_000, triples=50_000, names=0, longest_name=0, sha256="")
@@ -144,6 +147,28 @@ def measure_systems(bench: Bench) -> Report:
         rows += measure_in_turns(bench, [contender], steps=8, rounds=1)
     note = f"no time was left for {', '.join(left)}" if left else ""
     return report(rows, {"systems": sum(row.error is None for row in rows)}, note)
+
+
+def count_graphs(bench: Bench) -> Report:
+    """Count the graphs and graph breaks of compiled fusion-encoders at tiny sizes, in steps of
+    random masks and two lengths of text.
+
+    The backend runs the graphs eagerly, so that no kernel is compiled.
+    """
+    figures: dict[str, float] = {}
+    for name in bench.size(FUSION, FUSION[:1]):
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        graphs = CompileCounterWithBackend("eager")
+        model = build(SYSTEMS[name][0], "tiny").train()
+        model.compile(backend=graphs)
+        for step, tokens in enumerate((12, 12, 12, 10)):
+            options = argparse.Namespace(batch=4, statements=6, tokens=tokens)
+            model.before_step(step)
+            model(random_batch(model, options)).total.backward()
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        figures |= {f"{name}, graphs": graphs.frame_count, f"{name}, breaks": sum(breaks.values())}
+    return report([], figures)
 
 
 def system_contender(
@@ -294,6 +319,15 @@ LINES = (
         unit="GFLOP, MiB",
         seconds=1800,
         function=count_systems,
+        optional=True,
+    ),
+    Line(
+        name="fusion-graphs",
+        device="cpu",
+        measures="compiled graphs and graph breaks of six fusion-encoders, tiny",
+        unit="graphs",
+        seconds=90,
+        function=count_graphs,
         optional=True,
     ),
     Line(

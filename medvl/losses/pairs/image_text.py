@@ -39,7 +39,7 @@ def itc(
     image_keys_NE: Tensor,
     text_keys_NE: Tensor,
     temperature: Tensor | float,
-    alpha: float = 0.4,
+    alpha: float | Tensor = 0.4,
     positive_BN: Tensor | None = None,
 ) -> Tensor:
     """Mean of both directions' cross-entropy with (1 - alpha) one-hot + alpha teacher targets
@@ -102,11 +102,16 @@ def unimodal_itc(
     return itc(image_BE, text_BE, text_keys_NE, image_keys_NE, temperature, 0.0, positive_BN)
 
 
-def ramped_alpha(step: int, ramp_steps: int, alpha: float = 0.4) -> float:
+def ramped_alpha(step: int | Tensor, ramp_steps: int, alpha: float = 0.4) -> float | Tensor:
     """Return the teacher's weight: linear from 0 to `alpha` at `ramp_steps` (ALBEF, M2I2: one
     epoch; MUMC: two).
+
+    Of a tensor it is a tensor, without waiting for its device.
     """
-    return alpha * min(1.0, step / ramp_steps) if ramp_steps > 0 else alpha
+    if ramp_steps <= 0:
+        return alpha
+    share = step / ramp_steps
+    return alpha * (share.clamp(max=1.0) if isinstance(share, Tensor) else min(1.0, share))
 
 
 def clamp_temperature_(temperature: Tensor, low: float = 0.001, high: float = 0.5) -> None:
@@ -207,7 +212,7 @@ def _direction(
     teacher_BE: Tensor,
     keys_NE: Tensor,
     temperature: Tensor | float,
-    alpha: float,
+    alpha: float | Tensor,
     hard_BN: Tensor,
 ) -> Tensor:
     """Cross-entropy over the keys, summed over queries; `teacher_BE` are the queries of the
@@ -215,7 +220,7 @@ def _direction(
     """
     logits_BN = query_BE.float() @ keys_NE.float().T / temperature
     target_BN = hard_BN
-    if alpha:
+    if isinstance(alpha, Tensor) or alpha:
         with torch.no_grad():
             soft_BN = (teacher_BE.float() @ keys_NE.float().T / temperature).softmax(dim=1)
         target_BN = alpha * soft_BN + (1 - alpha) * hard_BN

@@ -243,6 +243,7 @@ class ContrastHead(nn.Module):
         self.temperature = nn.Parameter(torch.tensor(config.temperature))
         self.queue = MomentumQueue(config.queue_size, config.projection_dim)
 
+    @torch.compiler.disable  # names are hashed on the host, and the queue grows
     def keys(self, batch: Batch, row_K: Tensor, teacher: _Pass) -> Keys:
         """Gather the teacher's embeddings of all ranks; in training mode, compare with the
         queue, and add to it.
@@ -337,6 +338,7 @@ class ALBEF(FusionModel, DualEncoder):
             self.towers, multi_avg_fn=get_ema_multi_avg_fn(config.momentum)
         )
         self.momentum.requires_grad_(False)
+        self._follows = False
         self.itc = ImageTextContrast(1.0, self.itc_head)
         self.itm = HardNegativeMatching(config.itm_weight, self.sample_hard_pairs, self.match)
         self.mlm = DistilledLanguageModeling(config.mlm_weight, self.mask_words, self.score_words)
@@ -415,6 +417,7 @@ class ALBEF(FusionModel, DualEncoder):
         """Move the teacher towards the model, and limit the temperature."""
         clamp_temperature_(self.itc_head.temperature)
         self.momentum.update_parameters(self.towers)
+        self._follows = True
 
     def kept_patches(self, batch: Batch, corruption: Corruption) -> Tensor | None:
         """(B, K): the patches that the model encodes in this step; None: all."""
@@ -434,13 +437,13 @@ class ALBEF(FusionModel, DualEncoder):
         Raises ConfigError in training mode if `before_step` was never called: the teacher would
         keep its first weights.
         """
-        steps = int(self.momentum.n_averaged)
-        if self.training and not steps:
+        if self.training and not self._follows:
             message = (
                 "expected before_step(step) before the forward pass of each optimiser "
                 "step; call it in your loop"
             )
             raise ConfigError(message, "missing", field="before_step")
+        steps = self.momentum.n_averaged - 1  # a tensor, of which no graph is compiled anew
         words = corruption.of(self.mlm)
         row_K = complete_rows(batch)
         model = self.towers.run(batch, words, row_K, self.kept_patches(batch, corruption))
@@ -461,9 +464,10 @@ class ALBEF(FusionModel, DualEncoder):
             text_GE=gather(model.text_KE),
             keys=self.itc_head.keys(batch, row_K, teacher),
             teacher_words_NV=teacher_words_NV,
-            alpha=ramped_alpha(max(steps - 1, 0), self.config.ramp_steps, self.config.alpha),
+            alpha=ramped_alpha(steps.clamp(min=0), self.config.ramp_steps, self.config.alpha),
         )
 
+    @torch.compiler.disable  # the number of pairs depends on values
     def sample_hard_pairs(
         self, batch: Batch, image_KE: Tensor, text_KE: Tensor, row_K: Tensor
     ) -> MatchingPairs:

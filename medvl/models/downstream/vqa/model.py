@@ -175,7 +175,7 @@ class DecoderHead(nn.Module):
         return self.distilled_loss(fused, target_BV, None, 0.0)
 
     def distilled_loss(
-        self, fused: Fused, target_BV: Tensor, teacher_NV: Tensor | None, alpha: float
+        self, fused: Fused, target_BV: Tensor, teacher_NV: Tensor | None, alpha: float | Tensor
     ) -> Tensor:
         """Return the loss with soft targets; a share `alpha` is from `teacher_NV`, the teacher's
         `score_targets`.

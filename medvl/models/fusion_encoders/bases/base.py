@@ -164,6 +164,7 @@ class FusionModel(System):
             return losses
         return Losses(total=losses.total + zero_loss(self), terms=losses.terms)
 
+    @torch.compiler.disable  # can trace neither the CPU's generator nor the number of masked words
     def corrupt(self, batch: Batch) -> Corruption:
         """Sample the corruption of each objective."""
         return Corruption(
@@ -355,8 +356,7 @@ class FusionModel(System):
         """(N, D): fused states at positions of the flattened (B * `width`) token ids; none may
         be the first.
         """
-        row_N = position_N // width
-        column_N = position_N % width
+        row_N, column_N = position_N // width, position_N % width
         return fused.text.states_BND[row_N, column_N]
 
     def masked_text_tokens(self, batch: Batch, masked_ids_BT: Tensor) -> Tokens:

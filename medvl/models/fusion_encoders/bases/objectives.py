@@ -93,7 +93,7 @@ class ContrastiveEncoded(AlignedEncoded):
     """The teacher's embeddings of all ranks and of its queue, with which those are compared."""
     teacher_words_NV: Tensor
     """The teacher's scores of the vocabulary at the masked positions."""
-    alpha: float
+    alpha: float | Tensor
     """Weight of the teacher's targets at this step."""
 
 
@@ -288,7 +288,7 @@ class DistilledWords(NamedTuple):
 
     words_NV: Tensor
     teacher_NV: Tensor
-    alpha: float
+    alpha: float | Tensor
 
 
 class DistilledLanguageModeling(WordObjective[ContrastiveEncoded, DistilledWords]):

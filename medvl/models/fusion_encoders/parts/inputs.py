@@ -161,7 +161,8 @@ def sample_cells(cells: int, count: int, rows: int) -> Tensor:
     Returns:
         (rows, count) int64 on the CPU, sorted in each row.
     """
-    order_RP = torch.rand(rows, cells, generator=torch.default_generator).argsort(dim=1)
+    # Without its name, as torch.compile cannot trace a generator.
+    order_RP = torch.rand(rows, cells, device="cpu").argsort(dim=1)
     return order_RP[:, :count].sort(dim=1).values
 
 

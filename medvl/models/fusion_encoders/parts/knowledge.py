@@ -288,6 +288,7 @@ class EntityHead(nn.Module):
         )
 
 
+@torch.compiler.disable  # torch.compile cannot trace the search in NumPy
 def find_entities(
     inputs: Inputs, tokenizer: Tokenizer | None, ids_BT: Tensor, mask_BT: Tensor
 ) -> LinkedEntities:
