@@ -261,7 +261,7 @@ def model_vocabulary(model: VQA, protocol: VQAProtocol) -> AnswerVocabulary | No
 
 def questions_beside(folders: Sequence[Path]) -> list[Question]:
     """Return the questions of the splits of a corpus in the folders beside some of its folders,
-    without theirs.
+    without theirs. Two conversions of one release give a question twice.
     """
     own = {folder.resolve() for folder in folders}
     beside = {
@@ -270,7 +270,12 @@ def questions_beside(folders: Sequence[Path]) -> list[Question]:
     corpora = {ShardSource(folder).manifest.corpus for folder in folders}
     sources = [ShardSource(folder) for folder in sorted(beside - own)]
     others = [source for source in sources if source.manifest.corpus in corpora]
-    return [*question_data(others).questions] if others else []
+    return [
+        question
+        for source in others
+        for position in range(len(source))
+        for question in questions_of(source.sample(position))
+    ]
 
 
 def question_data(sources: Iterable[ShardSource]) -> VQAData:

@@ -5,16 +5,20 @@ releases.
 import csv
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from helpers.errors import raises
 
 from medvl.data.annotations import all_phrases_of, questions_of
+from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.questions.diff_vqa import IMAGES, QUESTIONS, DiffVQA
 from medvl.data.corpora.questions.gemex import GEMeX
 from medvl.data.privacy import Deidentifier
 from medvl.errors import ConfigError, CorpusError
+from medvl.eval.vqa.predictions import questions_beside
 from medvl.phantom import write_diff_vqa, write_gemex
 
 SPLIT = (0.5, 0.2, 0.3)
@@ -90,6 +94,18 @@ def test_questions_of_two_tables_have_ids_of_their_own(
         ids.append({each.id for record in records for each in questions_of(record.sample)})
         assert len(ids[half]) == len(rows)
     assert not ids[0] & ids[1]
+
+
+def test_splits_beside_two_conversions_of_a_table_may_have_the_same_questions(
+    diff: Path, tmp_path: Path, deid: Deidentifier
+) -> None:
+    for name, kinds in (("all", ()), ("changes", ("difference",))):
+        plan = DiffVQA(root=diff, kinds=kinds).plan(deid)
+        options = ShardOptions(short_side=32, keep_textless=True)
+        write_shards(plan, deid, ShardRun(out=tmp_path / name, workers=1), options)
+    train, test = tmp_path / "all/train", tmp_path / "changes/test"
+    beside = Counter(question.id for question in questions_beside([train, test]))
+    assert {1, 2} == {*beside.values()}
 
 
 def test_questions_without_images_are_counted_and_mixed_splits_are_refused(
