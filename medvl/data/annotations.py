@@ -431,6 +431,9 @@ AnswerType = Literal["closed", "open"]
 MIXED = "mixed"
 """Split of every sample of a release that divides the questions about one image among splits."""
 
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+"""Letters of options, in order."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
@@ -459,6 +462,11 @@ class Question:
     """Distinct options of a multiple-choice question, without letters; empty for others."""
     right: tuple[int, ...] = ()
     """Indices of the right options, in increasing order. `answer` is their text."""
+
+    def with_letters(self) -> str:
+        """Return the question with its options behind letters, as one text."""
+        options = zip(LETTERS, self.options, strict=False)
+        return f"{self.question} Options: {' '.join(f'{letter}. {o}' for letter, o in options)}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry for `Sample.extra["questions"]`, without empty fields except the

@@ -196,11 +196,13 @@ def vocab(
         size: maximum number of entries of a WordPiece vocabulary.
         min_frequency: minimum frequency of a piece or word.
         max_tokens: length at which the tokenizer truncates texts.
-        sections: only these sections, such as findings; default all.
+        sections: only these sections, such as findings, or question: the questions of the images
+            with their options and answers; default all.
         compare: folders of other tokenizers, to print pieces per word beside the new one's.
         compare_on: folder of shards whose words are compared, such as a validation split; default
             the one above.
     """
+    from medvl.data.loading.studies import question_texts
     from medvl.data.shards.source import ShardSource
     from medvl.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece, train_words
 
@@ -212,9 +214,12 @@ def vocab(
     def texts_of(folder: Path) -> Iterator[str]:
         nonlocal reports
         reports = 0
-        for of_study in ShardSource(folder).texts_by_study(sections):
+        source = ShardSource(folder)
+        for of_study in source.texts_by_study(sections):
             reports += 1
             yield from of_study
+        if not sections or "question" in sections:
+            yield from question_texts(source)
 
     texts = texts_of(data)
     options = {"min_frequency": min_frequency, "max_tokens": max_tokens}

@@ -4,12 +4,12 @@ import dataclasses
 import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from medvl.data.annotations import Question, frontal_or_lateral, questions_of
+from medvl.data.annotations import LETTERS, Question, frontal_or_lateral, questions_of
 from medvl.data.loading.sources import Source, SourceView, Subset
 from medvl.data.shards.regions import Regions
 from medvl.data.shards.source import ShardSource
@@ -266,16 +266,62 @@ class QuestionSource:
 class AnswerSource(QuestionSource):
     """The questions of one split with their answers as texts, for writers of answers: sections
     "question" and "answer", and no labels.
+
+    Args:
+        source: shards of a VQA corpus.
+        split: split of the questions.
+        letters: list the options in the question, and answer with the letter of the right one. Each
+            question is a sample in every cyclic order of its options, so that all letters are right
+            equally often. Questions without options, or with several right ones, are left out.
+
+    Raises CorpusError without a question of that split.
     """
 
-    def __init__(self, source: ShardSource, split: str) -> None:
+    def __init__(self, source: ShardSource, split: str, *, letters: bool = False) -> None:
         super().__init__(source, split, (), _as_written)
+        self._letters = letters
+        if not letters:
+            return
+        self.questions = tuple(
+            ImageQuestion(image, each)
+            for image, question in self.questions
+            if len(question.options) > 1 and len(question.right) == 1
+            for each in _cyclic_orders(question)
+        )
+        if not self.questions:
+            message = f"{source.folder}: no question of {split} has options and one right one"
+            raise CorpusError(message, "empty", field="questions")
+        self.image_keys = tuple(source.key(position) for position, _ in self.questions)
+        self.fingerprint = hashlib.sha256(f"{self.fingerprint} letters".encode()).hexdigest()
 
     def sample(self, position: int) -> Sample:
         """Return the question at `position` as a sample. Raises ShardError."""
         sample = super().sample(position)
-        answer = self.questions[position].question.answer
-        return dataclasses.replace(sample, sections={**sample.sections, "answer": answer})
+        question = self.questions[position].question
+        sections = {"question": question.question, "answer": question.answer}
+        if self._letters:
+            sections = {"question": question.with_letters(), "answer": LETTERS[question.right[0]]}
+        return dataclasses.replace(sample, sections=sections)
+
+
+def _cyclic_orders(question: Question) -> Iterator[Question]:
+    """Yield a question with one right option once for each place of that option."""
+    count = len(question.options)
+    for turn in range(count):
+        yield dataclasses.replace(
+            question,
+            id=f"{question.id}/{turn}",
+            options=(*question.options[turn:], *question.options[:turn]),
+            right=((question.right[0] - turn) % count,),
+        )
+
+
+def question_texts(source: Source) -> Iterator[str]:
+    """Yield each question, with its options behind letters where it has some, and its answer."""
+    for position in range(len(source)):
+        for question in questions_of(source.sample(position)):
+            yield question.with_letters() if question.options else question.question
+            yield question.answer
 
 
 def _as_written(answer: str) -> str:

@@ -46,7 +46,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 
-from medvl.data.corpora.common.questions import LETTERS
+from medvl.data.annotations import LETTERS
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, label_mean_metrics, mean_metrics
 from medvl.eval.core.metrics import ECE_BINS
 from medvl.eval.core.results import Lines, at_items, number

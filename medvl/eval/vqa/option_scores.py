@@ -26,8 +26,7 @@ from torch import Tensor
 
 from medvl.common.config_io import check_choice
 from medvl.common.untrusted import read_json
-from medvl.data.annotations import Question
-from medvl.data.corpora.common.questions import LETTERS
+from medvl.data.annotations import LETTERS, Question
 from medvl.data.transforms.prompt import text_ids
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.full_pass import embed_texts
@@ -333,10 +332,7 @@ class LetterScorer(PromptLikelihoodScorer):
         return found
 
     def _asked(self, question: Question) -> str:
-        lines = (
-            f"{letter}. {option}" for letter, option in zip(LETTERS, question.options, strict=False)
-        )
-        return f"{question.question} Options: {' '.join(lines)}"
+        return question.with_letters()
 
 
 def _rows_with_images(batch: Batch) -> Batch:

@@ -35,8 +35,7 @@ from medvl.common.config_io import check_choice
 from medvl.common.files import write_atomic
 from medvl.common.text_files import read_json_objects
 from medvl.common.untrusted import read_json
-from medvl.data.annotations import Question
-from medvl.data.corpora.common.questions import LETTERS
+from medvl.data.annotations import LETTERS, Question
 from medvl.data.images.codecs import encode_png
 from medvl.errors import EvaluationError
 from medvl.eval.vqa.predictions import Prediction, Predictions, read_predictions

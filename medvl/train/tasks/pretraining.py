@@ -383,8 +383,15 @@ class DataConfig(LoaderConfig):
     """Each question of shards of a VQA corpus is a sample, with the sections "question" and
     "answer", for writers of answers (`medvl.models.CausalLM`).
     """
+    letters: bool = False
+    """Questions list their options, in every cyclic order, and the answer is a letter, as the score
+    `letter` of `medvl eval multiple-choice` reads them; False: the answer is the option's text.
+    """
 
     def __post_init__(self) -> None:
+        if self.letters and not self.questions:
+            message = "letters are those of options of questions; set questions to True"
+            raise ConfigError(message, "conflict", field="letters")
         alone = not (self.extra_train or self.weights) and self.paired_fraction == 1
         if self.questions and (not alone or is_tar_pattern(self.train)):
             message = (
@@ -459,8 +466,9 @@ def open_pairs(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
     inputs = dataclasses.replace(model.inputs, regions=True) if is_stored else model.inputs
     held_out: Any = valid
     if data.questions:
-        source = AnswerSource(train, "train")
-        held_out = None if valid is None else AnswerSource(valid, valid.manifest.split)
+        source = AnswerSource(train, "train", letters=data.letters)
+        if valid is not None:
+            held_out = AnswerSource(valid, valid.manifest.split, letters=data.letters)
     loader = open_train(data, source, micro_batch, image=data.image, inputs=inputs, **options)
     return DataLoaders(loader, *_valid_loaders(data, held_out, model, options), entries)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,17 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from helpers.choice_shards import choice_shards
 from helpers.errors import raises
 from helpers.fusion_samples import TEXTS, flags, make_batch
 from helpers.vqa_corpora import write_rad_shards
 from torch import Tensor
 
 import medvl
-from medvl.data.loading.studies import AnswerSource
+from medvl.data.loading.studies import AnswerSource, question_texts, questions_in_split
 from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_words
+from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.prompt import text_ids
 from medvl.data.transforms.text import WholeText
 from medvl.errors import CheckpointError, ConfigError, WeightsError
@@ -380,6 +383,32 @@ def test_questions_of_shards_are_samples_with_their_answers(tmp_path: Path) -> N
     for wrong in ({"paired_fraction": 0.5}, {"train": "tars-{000..001}.tar"}):
         with raises(ConfigError, "conflict", "questions"):
             dataclasses.replace(data, **wrong)
+
+
+def test_letters_are_answers_in_every_order_of_the_options() -> None:
+    """Every letter is right once for each question, and the prompt is that of the evaluation."""
+    source = ShardSource(choice_shards() / "train")
+    asked = AnswerSource(source, "train", letters=True)
+    texts = [*question_texts(source)]
+    assert len(asked) == 4 * len(AnswerSource(source, "train")) - 4  # one has no options
+    assert len({asked.key(place) for place in range(len(asked))}) == len(asked.image_keys)
+    whole = {question.id: question for _, question in questions_in_split(source, "train")}
+    letters = Counter[tuple[str, str]]()
+    for place, (image, question) in enumerate(asked.questions):
+        sections = asked.sample(place).sections
+        published = whole[question.id.split("/")[0]]
+        assert sections["question"] == question.with_letters()
+        assert f" {sections['answer']}. {published.answer}" in sections["question"]
+        assert asked.image_keys[place] == source.key(image)
+        letters[published.id, sections["answer"]] += 1
+    assert {*letters.values()} == {1}
+    assert {letter for _, letter in letters} == {*"ABCD"}
+    assert published.with_letters() in texts
+    assert published.answer in texts
+    with raises(ConfigError, "conflict", "letters"):
+        DataConfig(
+            train="a", valid=None, image=EvalTransform(size=32), text=WholeText(), letters=True
+        )
 
 
 def test_the_closing_token_is_learned_and_no_first_one(folder: Path, tokenizer: Tokenizer) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from medvl.common.untrusted import ANYWHERE, InputFolders, parse_json, read_limited
-from medvl.data.annotations import MIXED, AnswerType, Question, questions_of
+from medvl.data.annotations import LETTERS, MIXED, AnswerType, Question, questions_of
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed
@@ -22,8 +22,6 @@ from medvl.schema import FilePart, Sample
 MAX_JSON_BYTES = 1 << 26
 """Largest accepted JSON file; the largest of these corpora has 5 MB."""
 
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-"""Letters of options, in order."""
 _EMPTY = "NULL"  # written by VQA-RAD in empty fields; "None" is an answer
 _ANSWER_TYPES: Mapping[str, AnswerType] = {"CLOSED": "closed", "OPEN": "open"}
 
