@@ -205,6 +205,12 @@ def fusion_recipe(name: str, model: _Model, epochs: int = 12) -> "Recipe[_Model,
     )
 
 
+LLAMA = (
+    '{"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, '
+    '"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}'
+)
+"""Settings of a small causal language model with random weights."""
+
 REPORT_DATA = (
     "medvl phantom quickstart\n    medvl train convirt tiny\n"
     "    medvl phantom openi --out quickstart/openi --patients 1200 --size 160\n"
@@ -251,6 +257,45 @@ def report_recipe(
             checkpoint_every=150,
             best_metric="report/f1_micro",
             best_mode="max",
+        ),
+    )
+
+
+CHOICE_DATA = (
+    "medvl phantom rexvqa --out quickstart/rexvqa --patients 3000 --size 160\n"
+    "    medvl shards rexvqa --root quickstart/rexvqa --out quickstart/choices --short-side 160\n"
+    "    medvl vocab --data quickstart/choices/train --out quickstart/choice-words --kind words\n"
+    "    medvl train "
+)
+"""Commands that make the data of `choice_recipe`; the name of the system and the preset follow."""
+
+
+def choice_recipe(name: str, reports: "Recipe[_Model, DataConfig]") -> "Recipe[_Model, DataConfig]":
+    """Return a preset of a writer of answers, on the phantom's questions with four options, that
+    starts from the image encoder of the demo.
+
+    Args:
+        name: folder of the run in quickstart/.
+        reports: its preset of reports (`report_recipe`).
+    """
+    return dataclasses.replace(
+        reports,
+        init_from=Path("demo"),
+        data=dataclasses.replace(
+            reports.data,
+            train="quickstart/choices/train",
+            valid=Path("quickstart/choices/validate"),
+            tokenizer=Path("quickstart/choice-words"),
+            text=WholeText(sections=("answer",)),
+            questions=True,
+        ),
+        train=dataclasses.replace(
+            reports.train,
+            run_dir=Path("quickstart") / name,
+            epochs=10,
+            global_batch=64,
+            best_metric="loss",
+            best_mode="min",
         ),
     )
 
