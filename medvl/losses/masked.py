@@ -59,7 +59,8 @@ def mlm_by_text(logits_NV: Tensor, labels_N: Tensor, text_N: Tensor, texts: int)
         )
     with full_precision(logits_NV):
         each_N = F.cross_entropy(logits_NV.float(), labels_N, reduction="none")
-        pairs_N2 = torch.stack([each_N, torch.ones_like(each_N)], dim=1)
+        counted_N = (labels_N != IGNORED).to(each_N.dtype)
+        pairs_N2 = torch.stack([each_N, counted_N], dim=1)
         return pairs_N2.new_zeros(texts, 2).index_add(0, text_N, pairs_N2)
 
 

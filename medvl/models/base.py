@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import medvl
-from medvl.common.cpu_rows import filling_rows
+from medvl.common.few_sizes import FEW_ROWS, filling_rows, round_up
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.masked_text import TextMasking
@@ -27,7 +27,7 @@ from medvl.encoders import (
 from medvl.encoders.pretrained import Pretrained
 from medvl.errors import ConfigError, WeightsError
 from medvl.losses.common import mean_of, no_gather
-from medvl.losses.masked import masked_positions
+from medvl.losses.masked import IGNORED, masked_positions
 from medvl.schema import Batch, ImageFeatures, Inputs, Losses
 
 
@@ -401,7 +401,9 @@ class MaskedWords:
     labels_BT: Tensor
     """int64: the original id at masked positions, -100 elsewhere."""
     position_N: Tensor
-    """int64: the masked positions in the flattened (B * T) batch."""
+    """int64: the masked positions in the flattened (B * T) batch, filled up to one of few numbers
+    with a position that is not masked, whose label losses leave out.
+    """
 
     @property
     def target_N(self) -> Tensor:
@@ -420,6 +422,11 @@ def sample_masked_words(
     )
     masked = masking(batch.ids_BT, mask_BT, torch.default_generator, span_BT)
     position_N = masked_positions(masked.labels_BT)
+    count = len(position_N)
+    filling = min(round_up(count, 16, FEW_ROWS), mask_BT.numel()) - count
+    if count > FEW_ROWS and filling:
+        unmasked = (masked.labels_BT.flatten() == IGNORED).int().argmax()
+        position_N = torch.cat([position_N, unmasked.expand(filling)])
     return MaskedWords(ids_BT=masked.ids_BT, labels_BT=masked.labels_BT, position_N=position_N)
 
 

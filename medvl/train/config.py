@@ -194,7 +194,8 @@ class TrainConfig:
     """Use the channels-last memory format: faster convolutions on a GPU."""
     compile: bool = False
     """Compile the model (with `shard_weights` its repeated blocks): a minute at the start, then
-    faster steps on a GPU. Needs a C compiler and Python headers.
+    faster steps on a GPU, with CUDA graphs where the log says so. Texts are padded to one of few
+    lengths. Needs a C compiler and Python headers.
     """
     packed_text: bool = False
     """Leave padding out of the computation of texts: the same values and gradients at a cost

@@ -152,7 +152,7 @@ class TextEncoder(Encoder):
         """
         mask_BT = mask_BT.bool()
         packing = self.packing_of(mask_BT)
-        if packing is not None and packing.tokens:  # transformers rejects a row without tokens
+        if packing is not None and len(packing.index_R):  # transformers rejects an empty row
             states = self._adapter.encode_packed(
                 self.backbone, packing.pack(hidden_BTD)[None], packing
             )

@@ -7,11 +7,14 @@ higher, in 16 bits and without attention dropout, which it does not support (set
 for attention, and its result is packed again.
 
 The number of real tokens must be known on the host, so a GPU is synchronised: encode texts first in
-a step, while its queue is empty. On a CPU the row is filled up (`medvl.common.cpu_rows`). This
-module imports torch's compiler, which takes seconds: import it only to pack.
+a step, while its queue is empty. The row is filled up to one of few lengths, for which kernels are
+compiled or CUDA graphs recorded (`medvl.common.few_sizes`): the filling attends to itself, and
+nothing else reads it. This module imports torch's compiler, which takes seconds: import it only to
+pack.
 
-N is the number of real tokens of a batch, and R that of rows, with the filling; the other letters
-are those of `medvl.schema`, with h heads of d dimensions.
+N is the number of real tokens of a batch, R that of rows, with the filling, and F that of texts
+that the filling is divided into; the other letters are those of `medvl.schema`, with h heads of d
+dimensions.
 """
 
 import dataclasses
@@ -22,11 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
 
-from medvl.common.cpu_rows import filling_rows
+from medvl.common.few_sizes import FEW_ROWS, round_up
 
 ATTENTION = "medvl_packed"
 """Name under which `packed_attention` is registered with transformers."""
 
+_PARTS = 16
+"""Lengths of the row between two powers of two: it is filled by less than 1/16."""
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 _VARLEN_CAPABILITY = (8, 0)  # flash attention needs Ampere or later
 
@@ -41,15 +46,12 @@ class Packing:
     """int64: index of each real token among all B * T positions, ascending; then the first one's
     again, as filling.
     """
-    index_N: Tensor
-    """int64: `index_R` without the filling."""
-    offsets_B1: Tensor
-    """int32 (B + 1,): offset of each text in the row of real tokens, and the row's length."""
-
-    @property
-    def tokens(self) -> int:
-        """N, the number of real tokens."""
-        return len(self.index_N)
+    place_R: Tensor
+    """int64: the same index, but B * T, where nothing is read, for the filling."""
+    offsets_O: Tensor
+    """int32 (B + F + 1,): offset of each text in the row, then those of the filling's texts of at
+    most T tokens, and the row's length.
+    """
 
     @classmethod
     @torch.compiler.disable
@@ -57,16 +59,22 @@ class Packing:
         """Return the packing of a mask, which need not be padded on the right; synchronises the
         device.
 
-        torch.compile cannot trace the number of real tokens. It is marked as dynamic, so that the
-        encoder is compiled once instead of for the first number and again for all others.
+        torch.compile cannot trace the number of real tokens. The row's length is marked as dynamic,
+        so that the encoder is compiled once instead of for the first one and again for all others.
         """
         index_N = mask_BT.flatten().nonzero()[:, 0]
+        tokens, positions, longest = len(index_N), mask_BT.numel(), mask_BT.shape[1]
+        rows = min(tokens if tokens <= FEW_ROWS else round_up(tokens, _PARTS, FEW_ROWS), positions)
+        index_R = torch.cat([index_N, index_N[:1].expand(rows - tokens)])
+        place_R = F.pad(index_N, (0, rows - tokens), value=positions)
         end_B = mask_BT.sum(dim=1).cumsum(dim=0)
-        filling = min(filling_rows(len(index_N), index_N.device), mask_BT.numel() - len(index_N))
-        index_R = torch.cat([index_N, index_N[:1].expand(filling)])
-        for index in (index_R, index_N):
-            maybe_mark_dynamic(index, 0)
-        return cls(mask_BT, index_R, index_N, F.pad(end_B, (1, 0)).int())
+        # As many as the largest filling of a row of this length has.
+        texts = 0 if rows <= FEW_ROWS else -(-max(FEW_ROWS, rows // _PARTS) // longest)
+        end_F = tokens + longest * torch.arange(1, texts + 1, device=mask_BT.device)
+        offsets_O = F.pad(torch.cat([end_B, end_F.clamp(max=rows)]), (1, 0)).int()
+        for tensor in (index_R, place_R, offsets_O):
+            maybe_mark_dynamic(tensor, 0)
+        return cls(mask_BT, index_R, place_R, offsets_O)
 
     def pack(self, padded_BTx: Tensor) -> Tensor:
         """Map (B, T, ...) to (R, ...)."""
@@ -74,9 +82,9 @@ class Packing:
 
     def unpack(self, packed_Rx: Tensor) -> Tensor:
         """Map (R, ...) to (B, T, ...), zero on padding; the filling is dropped."""
-        empty = packed_Rx.new_zeros(self.mask_BT.numel(), *packed_Rx.shape[1:])
-        filled = empty.index_copy(0, self.index_N, packed_Rx[: self.tokens])
-        return filled.unflatten(0, self.mask_BT.shape)
+        empty = packed_Rx.new_zeros(self.mask_BT.numel() + 1, *packed_Rx.shape[1:])
+        filled = empty.index_copy(0, self.place_R, packed_Rx)
+        return filled[:-1].unflatten(0, self.mask_BT.shape)
 
 
 def use_packed_attention(net: Any) -> None:
@@ -144,7 +152,7 @@ def _attend_varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    start = packing.offsets_B1
+    start = packing.offsets_O
     longest = packing.mask_BT.shape[1]
     attended = varlen_attn(
         query_Rhd, key_Rhd, value_Rhd, start, start, longest, longest, scale=scaling

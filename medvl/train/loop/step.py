@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.few_sizes import round_up
 from medvl.common.seeding import derive, reseed
 from medvl.encoders import TextEncoder, checkpoint_activations
 from medvl.encoders.base import Encoder
@@ -15,14 +18,19 @@ from medvl.errors import ConfigError
 from medvl.models.base import System
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.fusion_encoders.bases.bert_stream import JointStream
+from medvl.models.fusion_encoders.bases.region_model import RegionModel
 from medvl.models.fusion_encoders.parts.encoder import DualStream
-from medvl.schema import Batch, Losses
+from medvl.models.fusion_encoders.streams import StreamModel
+from medvl.schema import Batch, Inputs, Losses
 from medvl.train.config import TrainConfig
 from medvl.train.fault_tolerance.guards import BufferGuard, LossSpikeDetector, propagate_nonfinite
 from medvl.train.optim.optimizer import Precision, set_lr, trainable
 from medvl.train.parallel.distributed import RankInfo, average_gradients, place
 from medvl.train.parallel.model import DDPModel, FSDPModel, ParallelModel
 from medvl.train.rewards.task import RewardTask
+
+_log = logging.getLogger(__name__)
 
 # Large contrastive batches in the memory of small ones (GradCache: Gao et al., arXiv 2101.06983,
 # section 3.2).
@@ -185,6 +193,7 @@ class Step:
         self._cache = (
             None if grad_cache is None else GradCache(model.trained, grad_cache, precision)
         )
+        self._longest = longest_text(model.trained) if model.compiled else None
         self._buffers = BufferGuard(model.trained)
 
     def __call__(self, step: int, lr: float, batches: Iterable[Batch], count: int) -> StepResult:
@@ -308,13 +317,17 @@ class Step:
 
         From the first batch on in which rows share an image or lack one, cuDNN does not benchmark
         its algorithms for each number of images, which takes seconds; `machine_settings` restores
-        this.
+        this. Nor are CUDA graphs recorded for each number. Texts of a compiled model are padded to
+        few lengths.
         """
         if not (
             batch.image_of_B is None and batch.has_image_B is None and batch.has_text_B is None
         ):
             torch.backends.cudnn.benchmark = False
-        return place(batch, self.model.ranks.device, self._channels_last)
+            if self.model.compiled == "graphs":
+                compile_model(self.model, "rows of a batch share an image, or lack one or a text")
+        batch = place(batch, self.model.ranks.device, self._channels_last)
+        return batch if self._longest is None else pad_texts(batch, self._longest)
 
     def _accumulate(self, step: int, micro: int, batch: Batch, count: int) -> Losses:
         """Add the gradients of a micro-batch; return its detached losses."""
@@ -323,6 +336,8 @@ class Step:
             loss = self._cache(self.place(batch), count, seed)
         else:
             seed()
+            if self.model.compiled == "graphs":
+                torch.compiler.cudagraph_mark_step_begin()
             with self.model.reduction(
                 on=micro == count - 1
             ):  # gradients are reduced in the last micro-batch only
@@ -331,8 +346,9 @@ class Step:
                         self.place(batch), None if self._rewards is None else self._rewards.losses
                     )
                 self.precision.backward(propagate_nonfinite(loss.total) / count)
-        terms = {name: term.detach() for name, term in loss.terms.items()}
-        return Losses(total=loss.total.detach(), terms=terms)
+        # As copies: the next step of a CUDA graph overwrites its results.
+        terms = {name: term.detach().clone() for name, term in loss.terms.items()}
+        return Losses(total=loss.total.detach().clone(), terms=terms)
 
     def _reseed(self, *position: int) -> None:
         """Seed the generators from the position in the run, so that a resumed run draws the same
@@ -365,8 +381,6 @@ def prepare(model: nn.Module, config: TrainConfig, device: torch.device) -> None
         _pack(model)
     if config.checkpoint_activations:
         _checkpoint(encoders)
-    if config.compile:
-        model.compile()
 
 
 def parallelize(model: nn.Module, config: TrainConfig, ranks: RankInfo) -> ParallelModel:
@@ -377,12 +391,87 @@ def parallelize(model: nn.Module, config: TrainConfig, ranks: RankInfo) -> Paral
     """
     if not config.shard_weights or ranks.size == 1:
         prepare(model, config, ranks.device)
-        return DDPModel(model, ranks, config.find_unused_parameters)
+        parallel = DDPModel(model, ranks, config.find_unused_parameters)
+        if config.compile:
+            compile_model(parallel, against_cuda_graphs(parallel))
+        return parallel
     # The complete model may not fit on the device, and sharding needs contiguous weights. Blocks
     # are compiled alone.
-    complete = dataclasses.replace(config, channels_last=False, compile=False)
+    complete = dataclasses.replace(config, channels_last=False)
     prepare(model, complete, torch.device("cpu"))
     return FSDPModel(model, ranks, compile=config.compile)
+
+
+def against_cuda_graphs(model: ParallelModel) -> str | None:
+    """Return why CUDA graphs cannot record the forward and backward pass; None where they can.
+
+    A graph is recorded for every combination of shapes, and each step overwrites the results of
+    the last one.
+    """
+    if model.ranks.device.type != "cuda":
+        return "they need a GPU"
+    if model.ranks.size > 1:
+        return "ranks exchange gradients within the backward pass"
+    if not _has_few_shapes(model.trained):
+        name = getattr(model.trained, "name", type(model.trained).__name__)
+        return f"{name} has shapes that change from batch to batch"
+    return None
+
+
+def _has_few_shapes(model: nn.Module) -> bool:
+    """Return whether all shapes of a step follow from the lengths of `pad_texts` and of packed rows
+    (`medvl.encoders.text.packing`), and from the number of masked words, which is filled up too.
+    """
+    contrastive = isinstance(model, DualEncoder) and model.compares_pairs
+    fuses = isinstance(model, StreamModel | JointStream) and not isinstance(model, RegionModel)
+    if not (isinstance(model, System) and (contrastive or fuses)):
+        return False
+    return dataclasses.replace(model.inputs, second_image=False, second_text=False) == Inputs()
+
+
+def compile_model(model: ParallelModel, against: str | None) -> None:
+    """Compile the model, with CUDA graphs unless there is a reason against them, and log which."""
+    if against is None:
+        model.trained.compile(mode="reduce-overhead")
+    else:
+        model.trained.compile()
+    model.compiled = "graphs" if against is None else "kernels"
+    graphs = "with CUDA graphs" if against is None else f"without CUDA graphs: {against}"
+    _log.info("the model is compiled, %s", graphs)
+
+
+_TEXT_PARTS, _TEXT_LEAST = 4, 8
+"""Lengths of text between two powers of two, and what all are multiples of."""
+_FILLING: dict[str, float] = {"mention_BT": -1, "sentence_BT": -1, "order_BT": torch.inf}
+"""Field of a batch -> its value on padding, where that is not 0."""
+
+
+def longest_text(model: nn.Module) -> int | None:
+    """Return the length to which texts may be padded; None for a model without a text encoder."""
+    encoder = getattr(model, "text_encoder", None)
+    if not isinstance(encoder, TextEncoder):
+        return None
+    tokenizer = getattr(model, "tokenizer", None)
+    longest = encoder.max_tokens
+    return longest if tokenizer is None else min(longest, tokenizer.max_tokens)
+
+
+def pad_texts(batch: Batch, longest: int) -> Batch:
+    """Pad the texts of a batch to one of few lengths, at most `longest` tokens, so that compiled
+    code and CUDA graphs are used again.
+
+    Values do not change. Masked words are drawn anew: their random numbers depend on the length.
+    """
+    padded: dict[str, Any] = {}
+    for field in dataclasses.fields(batch):
+        value_BT = getattr(batch, field.name)
+        if value_BT is None or not field.name.endswith("_BT"):
+            continue
+        width = value_BT.shape[1]
+        filling = min(round_up(width, _TEXT_PARTS, _TEXT_LEAST), longest) - width
+        if width and filling > 0:
+            padded[field.name] = F.pad(value_BT, (0, filling), value=_FILLING.get(field.name, 0))
+    return dataclasses.replace(batch, **padded) if padded else batch
 
 
 def _pack(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -46,9 +47,11 @@ class ParallelModel(abc.ABC):
         ranks: this process among the ranks.
         sharded: whether each rank holds a part of the weights, so that `trained` differs from
             `whole`.
+        compiled: whether `trained` runs compiled kernels, or CUDA graphs of them; None: neither.
     """
 
     sharded = False
+    compiled: Literal["kernels", "graphs"] | None = None
 
     def __init__(self, whole: nn.Module, trained: nn.Module, ranks: RankInfo) -> None:
         self.whole = whole
@@ -266,6 +269,7 @@ class FSDPModel(ParallelModel):
         blocks = repeated_blocks(trained)
         for block in blocks if compile else ():
             block.compile()
+            self.compiled = "kernels"
         for module in (*blocks, trained):
             fully_shard(module, mesh=mesh, ignored_params=set(self._scalars))
             for method in getattr(module, "forward_methods", ()):

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -17,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import medvl
 from medvl.errors import ConfigError
 from medvl.models import DualEncoder
-from medvl.schema import Batch, Losses
+from medvl.schema import Batch, Inputs, Losses
 from medvl.train.fault_tolerance import checkpoint, guards
-from medvl.train.loop.step import Step, prepare
+from medvl.train.loop.step import Step, against_cuda_graphs, pad_texts, parallelize, prepare
 from medvl.train.optim.optimizer import Precision
 from medvl.train.parallel.distributed import RankInfo, machine_settings
-from medvl.train.parallel.model import DDPModel
+from medvl.train.parallel.model import DDPModel, ParallelModel
 
 VIT = {"layers": 2, "width": 64, "patch_size": 8}
 TEXT = {"num_hidden_layers": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -60,13 +61,17 @@ def make_batch(longest: int = 7) -> Batch:
 
 
 def step_of(
-    model: nn.Module, ranks: RankInfo = ONE_RANK, precision: Literal["fp32", "bf16"] = "fp32"
+    model: nn.Module | ParallelModel,
+    ranks: RankInfo = ONE_RANK,
+    precision: Literal["fp32", "bf16"] = "fp32",
 ) -> Step:
     """With the fused optimiser of a GPU, which keeps its step counts beside its moments."""
+    parallel = model if isinstance(model, ParallelModel) else DDPModel(model, ranks)
+    model = parallel.trained
     groups = [{"params": list(model.parameters()), "lr_scale": 1.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=1e-6, fused=True)
     options = {"seed": 0, "clip_norm": 1.0, "channels_last": True}
-    return Step(DDPModel(model, ranks), optimizer, Precision(precision, ranks.device), **options)
+    return Step(parallel, optimizer, Precision(precision, ranks.device), **options)
 
 
 class Waits(TorchDispatchMode):
@@ -133,19 +138,26 @@ def test_compiled_model_makes_the_same_steps_with_few_graphs(
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     graphs, ranks = CompileCounterWithBackend(backend), one_rank(torch.device(device))
     compile_module = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda module: compile_module(module, backend=graphs))
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda module, **mode: compile_module(module, backend=graphs)
+    )
     torch.compiler.reset()
     one_layer = {
         "image_arguments": {**VIT, "layers": 1},
         "text_arguments": {**TEXT, "num_hidden_layers": 1},
     }
     plain, compiled = clip(**one_layer), clip(**one_layer)
-    for model, compile in ((plain, False), (compiled, True)):
-        options = {"compile": compile, "packed_text": packed, "channels_last": False}
-        prepare(model, fakes.config(Path("unused"), **options), ranks.device)
-    step, compiled_step = step_of(plain, ranks, precision), step_of(compiled, ranks, precision)
+    step, compiled_step = (
+        step_of(
+            parallelize(model, fakes.config(Path("unused"), **options), ranks), ranks, precision
+        )
+        for model, options in (
+            (plain, {"packed_text": packed}),
+            (compiled, {"packed_text": packed, "compile": True}),
+        )
+    )
     counts = []
-    for number, longest in enumerate((7, 6, 5, 4)):
+    for number, longest in enumerate((7, 12, 6, 20)):
         batch = make_batch(longest)
         ours, theirs = compiled_step(number, 1e-3, [batch], 1), step(number, 1e-3, [batch], 1)
         torch.testing.assert_close(ours.losses[0].total, theirs.losses[0].total, rtol=near, atol=0)
@@ -177,8 +189,8 @@ def test_compiled_model_is_compiled_once_for_texts_of_one_width(
     model = clip(
         image_arguments={**VIT, "layers": 1}, text_arguments={**TEXT, "num_hidden_layers": 1}
     )
-    prepare(model, fakes.config(Path("unused"), compile=True, packed_text=packed), ONE_RANK.device)
-    step, plain, counts = step_of(model), make_batch(), []
+    config = fakes.config(Path("unused"), compile=True, packed_text=packed)
+    step, plain, counts = step_of(parallelize(model, config, ONE_RANK)), make_batch(), []
     for number, length in enumerate((7, 5, 6)):
         mask_BT = torch.arange(7) < torch.tensor([length, 2, 5, 3])[:, None]
         step(
@@ -189,6 +201,78 @@ def test_compiled_model_is_compiled_once_for_texts_of_one_width(
         )
         counts.append(counter.frame_count)
     assert counts[0] == counts[1] == counts[2] <= graphs
+
+
+@pytest.mark.fault("N3")
+@pytest.mark.parametrize("packed", [False, True])
+def test_filling_of_texts_and_rows_changes_no_loss_and_no_gradient(packed: bool) -> None:
+    """A compiled model's texts of 45 tokens are padded to 48, and 101 packed ones fill 128 rows."""
+    lengths_B1 = torch.tensor([45, 38, 16, 2])[:, None]
+    generator = torch.Generator().manual_seed(5)
+    ids_BT = torch.randint(5, 40, (PAIRS, 45), generator=generator)
+    batch = dataclasses.replace(make_batch(), ids_BT=ids_BT, mask_BT=torch.arange(45) < lengths_B1)
+    outcomes = []
+    for compiled in (False, True):
+        model = clip().train()
+        model.text_encoder.pack(packed and compiled)
+        parallel = DDPModel(model, ONE_RANK)
+        parallel.compiled = "kernels" if compiled else None
+        placed = step_of(parallel).place(batch)
+        assert placed.ids_BT.shape == placed.mask_BT.shape == (PAIRS, 48 if compiled else 45)
+        losses = parallel.forward(placed)
+        losses.total.backward()
+        outcomes.append((losses.total, *(parameter.grad for parameter in model.parameters())))
+    for ours, theirs in zip(*reversed(outcomes), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_texts_of_compiled_models_have_few_lengths() -> None:
+    sentence_BT = torch.zeros(PAIRS, 7, dtype=torch.int64)
+    batch = dataclasses.replace(make_batch(), sentence_BT=sentence_BT)
+    padded = pad_texts(batch, 77)
+    assert padded.sentence_BT is not None
+    assert padded.sentence_BT[0].tolist() == [0] * 7 + [-1]
+    assert padded.mask_BT.sum() == batch.mask_BT.sum()
+    assert pad_texts(padded, 77) is padded
+    assert pad_texts(batch, 7) is batch
+    lengths = [pad_texts(make_batch(longest), 77).ids_BT.shape[1] for longest in range(1, 78)]
+    assert sorted({*lengths}) == [8, 16, 24, 32, 40, 48, 56, 64, 77]
+    assert all(length >= longest for longest, length in enumerate(lengths, start=1))
+
+
+def test_cuda_graphs_apply_to_one_gpu_and_models_of_fixed_shapes(caplog: Any) -> None:
+    caplog.set_level("INFO")
+    model = clip()
+    parallelize(model, fakes.config(Path("unused"), compile=True), ONE_RANK)
+    assert "the model is compiled, without CUDA graphs: they need a GPU" in caplog.text
+
+    def reason(model: nn.Module, size: int = 1) -> str | None:
+        ranks: Any = SimpleNamespace(device=torch.device("cuda"), size=size)
+        parallel: Any = SimpleNamespace(trained=model, ranks=ranks)
+        return against_cuda_graphs(parallel)
+
+    assert reason(model) is None
+    assert "exchange gradients" in (reason(model, 2) or "")
+    assert "Regression has shapes that change" in (reason(fakes.Regression()) or "")
+    model.inputs = Inputs(sentences=True)
+    assert "clip has shapes that change" in (reason(model) or "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_cuda_graphs_make_the_same_steps(packed: bool) -> None:
+    """Over two lengths of text, with the losses of all steps kept."""
+    ranks, steps = one_rank(torch.device("cuda")), []
+    for compile in (False, True):
+        config = fakes.config(Path("unused"), compile=compile, packed_text=packed)
+        steps.append(step_of(parallelize(clip(), config, ranks), ranks, "bf16"))
+    assert steps[1].model.compiled == "graphs"
+    batches = [make_batch(longest) for longest in (7, 7, 12, 7, 12, 7)]
+    plain, graphs = (
+        [step(number, 1e-3, [batch], 1).losses[0].total for number, batch in enumerate(batches)]
+        for step in steps
+    )
+    torch.testing.assert_close(torch.stack(graphs), torch.stack(plain), rtol=2e-2, atol=0)
 
 
 def kept_patches(model: DualEncoder) -> list[Tensor]:
