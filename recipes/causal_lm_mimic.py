@@ -23,8 +23,8 @@ Presets `questions` and `grounded` go on with the result of `paper`: a question 
 and its answer the text (`CausalLM.answer`, `score_options`); or the sentences of PadChest-GR have
 boxes, as MAIRA-2 writes them (`medvl eval report-generation --grounded`).
 
-Preset `choices`: the phantom's questions with four options, by the text of an option or by its letter
-(`--data.letters True`, `--score letter`), from the demo's image encoder; four minutes on one core.
+Preset `choices`: the phantom's questions with four options, by the text of an option, from the demo's
+image encoder; four minutes on one core. Letters (`--data.letters True`) stay at chance at this size.
 
     medvl eval multiple-choice --checkpoint quickstart/causal-lm-choices/best \\
         --data quickstart/choices/test --train quickstart/choices/train

@@ -29,6 +29,19 @@ have No Finding too. A run of ours needs the credentialed data.
 
 Preset `tiny`: the encoders, augmentation and schedule of `recipes/convirt_mimic.py tiny` from
 scratch, so that the image encoder is not frozen, and statements of the labeler.
+
+Boxes of sentences (`--model.box-weight 1`) make its maps point, on the phantom's PadChest-GR:
+
+    medvl phantom padchest-gr --out pgr --patients 4000 --size 160
+    medvl shards padchest-gr --root pgr --out shards/pgr --short-side 160
+    torchrun recipes/radzero_mimic.py tiny --model.box-weight 1 --data.train shards/pgr/train \\
+        --data.valid shards/pgr/validate --data.tokenizer medvl/models/demo/tokenizer \\
+        --init-from demo --model.text-arguments hidden_size 128 intermediate_size 512 \\
+        max_position_embeddings 64 num_attention_heads 2 num_hidden_layers 2 --train.steps 200
+    medvl eval grounding --checkpoint quickstart/radzero/last --data shards/pgr/test \\
+        --valid shards/pgr/validate
+    # pointing game, 1,121 phrases, one seed: 0.761 [0.734, 0.786], weight 0 0.467 [0.435, 0.496],
+    # paired difference 0.294 [0.265, 0.327]; mean place of other patients' boxes 0.619
 """
 
 import dataclasses
