@@ -4,15 +4,19 @@ tokens.
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.loss_checks import check_precision, check_zero_with_gradient, compare
 from torch import Tensor
 
 from medvl import losses
 from medvl.data.transforms import masked_text
 from medvl.losses.masked import IGNORED, masked_positions
+from medvl.models.base import sample_masked_words
 
 BATCH, TOKENS, VOCABULARY = 5, 9, 40
 
@@ -216,3 +220,36 @@ def test_masking_and_loss_use_the_same_ignored_label() -> None:
 def test_mlm_rejects_invalid_arguments(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+class _Fixed(masked_text.TextMasking):
+    """Returns the same masked texts each time."""
+
+    def __init__(self, masked: masked_text.MaskedText) -> None:
+        self._masked = masked
+
+    def __call__(self, *inputs: Any) -> masked_text.MaskedText:
+        return self._masked
+
+
+def test_masked_positions_are_filled_up_without_effect() -> None:
+    """Few numbers of masked words occur, for which code is compiled or CUDA graphs recorded."""
+    generator = torch.Generator().manual_seed(2)
+    ids_BT = torch.randint(5, VOCABULARY, (40, TOKENS), generator=generator)
+    table_NV = torch.randn(40 * TOKENS, VOCABULARY, generator=generator)
+    masked = masked_text.MaskedText(ids_BT, example(0.5)[1].repeat(8, 1))
+    batch: Any = SimpleNamespace(
+        ids_BT=ids_BT, mask_BT=torch.ones_like(ids_BT, dtype=torch.bool), has_text_B=None
+    )
+    words = sample_masked_words(batch, _Fixed(masked))
+    position_N = masked_positions(words.labels_BT)
+    assert len(words.position_N) % 64 == 0 < len(words.position_N) - len(position_N)
+    assert torch.equal(words.position_N[: len(position_N)], position_N)
+    compare(
+        lambda x: losses.mlm(x[words.position_N], words.target_N),
+        lambda x: F.cross_entropy(x[position_N], words.labels_BT.flatten()[position_N]),
+        [table_NV],
+    )
+    text_N = torch.zeros_like(words.position_N)
+    filled_12 = losses.mlm_by_text(table_NV[words.position_N], words.target_N, text_N, 1)
+    assert filled_12[0, 1] == len(position_N)
