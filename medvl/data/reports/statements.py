@@ -17,7 +17,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from medvl.common.files import write_atomic
 from medvl.common.label_names import named_as, spoken_name
@@ -40,6 +40,7 @@ from medvl.data.reports.sentences import sentence_spans
 from medvl.errors import ConfigError
 from medvl.schema import NEGATIVE, POSITIVE, UNCERTAIN
 
+_Read = TypeVar("_Read")
 _WORDS = {POSITIVE: "", NEGATIVE: "no ", UNCERTAIN: "possible "}
 _NAMES = {"Pleural Other": "pleural thickening", "Support Devices": "support device"}
 """Findings whose names are not nouns of a sentence."""
@@ -60,6 +61,12 @@ ZONES = {
     "retrocardiac": "retrocardiac",
     "lingular": "lingular?",
 }
+SEVERITIES = {
+    "mild": "mild(?:ly)?|small|tiny|trace|minimal(?:ly)?|slight(?:ly)?|subtle",
+    "moderate": "moderate(?:ly)?|medium",
+    "severe": "severe(?:ly)?|large|marked(?:ly)?|massive|extensive|substantial",
+}
+_SEVERITIES = {name: re.compile(rf"\b(?:{words})\b") for name, words in SEVERITIES.items()}
 _PLACES = {name: re.compile(rf"\b(?:{words})\b") for name, words in (SIDES | ZONES).items()}
 _ANY_PLACE = re.compile("|".join(pattern.pattern for pattern in _PLACES.values()))
 _FINDING = re.compile(NAMES)
@@ -125,14 +132,38 @@ def places_of(mentions: Sequence[Mention]) -> list[tuple[list[str], list[str]]]:
     Mentions of one sentence come one after another, as those of `find_mentions`. The time is
     proportional to the length of the sentences.
     """
-    found: list[tuple[list[str], list[str]]] = []
+    return _by_clause(mentions, _places_in)
+
+
+def severities_of(mentions: Sequence[Mention]) -> list[str]:
+    """Return for each mention its severity, one of `SEVERITIES`, by the words of its clause, or of
+    its sentence where the clause has none; "" for none and for several.
+
+    Mentions come as those of `places_of`.
+    """
+    return _by_clause(mentions, _severity_in)
+
+
+def _by_clause(
+    mentions: Sequence[Mention], read_clause: Callable[[str, int, int], _Read]
+) -> list[_Read]:
+    """Return what is read from the clause of each mention: its sentence, start and end."""
+    found: list[_Read] = []
     for sentence, group in itertools.groupby(mentions, key=lambda mention: mention.sentence):
         ends = _clause_ends(sentence)
-        read = functools.cache(functools.partial(_places_in, sentence))
+        read = functools.cache(functools.partial(read_clause, sentence))
         for mention in group:
             after = bisect_left(ends, mention.start + len(mention.phrase))
             found.append(read(ends[bisect_right(ends, mention.start) - 1], ends[after]))
     return found
+
+
+def _severity_in(sentence: str, start: int, end: int) -> str:
+    for part in ((start, end), (0, len(sentence))):
+        names = [name for name, words in _SEVERITIES.items() if words.search(sentence, *part)]
+        if names:
+            return names[0] if len(names) == 1 else ""
+    return ""
 
 
 def _places_in(sentence: str, start: int, end: int) -> tuple[list[str], list[str]]:

@@ -1,20 +1,22 @@
-"""What overlap and findings do not show of a text: repeated sentences, and sides.
+"""What overlap and findings do not show of a text: repeated sentences, sides and severities.
 
     repeated_sentences   sentences that an earlier one of the report equals, a report
     equal_sides          of the findings that a report and its reference both assert and place on a
                          side, the share whose sides are equal
     opposite_sides       of the same, the share that is left in one and right in the other
+    equal_severities     of the findings that both assert as mild, moderate or severe, the share
+                         whose severities are equal
 
-"Bilateral" is left and right. Findings and sides are read by the labeler.
+"Bilateral" is left and right. Findings, sides and severities are read by the labeler.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from medvl.data.reports.labeler import find_mentions
 from medvl.data.reports.sentences import split_sentences
-from medvl.data.reports.statements import places_of
+from medvl.data.reports.statements import places_of, severities_of
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics
 from medvl.eval.core.metrics import Array
 from medvl.eval.report_generation.metrics import REPORT, words
@@ -23,7 +25,8 @@ from medvl.schema import POSITIVE
 REPEATED = "repeated_sentences"
 EQUAL_SIDES = "equal_sides"
 OPPOSITE_SIDES = "opposite_sides"
-CONTENTS = (REPEATED, EQUAL_SIDES, OPPOSITE_SIDES)
+EQUAL_SEVERITIES = "equal_severities"
+CONTENTS = (REPEATED, EQUAL_SIDES, OPPOSITE_SIDES, EQUAL_SEVERITIES)
 """Names of the metrics."""
 _BOTH = frozenset(("left", "right"))
 
@@ -46,32 +49,50 @@ def sides_of(text: str) -> dict[str, frozenset[str]]:
     return found
 
 
+def grades_of(text: str) -> dict[str, frozenset[str]]:
+    """Return the severities (`medvl.data.reports.statements.SEVERITIES`) of each finding that a
+    text asserts with one.
+    """
+    mentions = find_mentions(text)
+    found: dict[str, frozenset[str]] = {}
+    for mention, severity in zip(mentions, severities_of(mentions), strict=True):
+        if mention.value == POSITIVE and severity:
+            found[mention.finding] = found.get(mention.finding, frozenset()) | {severity}
+    return found
+
+
 def content_metrics(
     texts: Sequence[str], references: Sequence[str], *, subgroup: str = ""
 ) -> list[MetricGroup]:
     """Return the metrics of this module of pairs of texts."""
     repeated_N1 = np.array([[float(repeated_sentences(text))] for text in texts])
-    counts_N3 = np.zeros((len(texts), 3))  # placed in both, equal, opposite
+    sides_N3 = np.zeros((len(texts), 3))  # placed in both, equal, opposite
+    grades_N2 = np.zeros((len(texts), 2))  # graded in both, equal
     for row, (text, reference) in enumerate(zip(texts, references, strict=True)):
         ours, theirs = sides_of(text), sides_of(reference)
         for finding in ours.keys() & theirs.keys():
             is_equal = ours[finding] == theirs[finding]
-            counts_N3[row] += (1, is_equal, not ours[finding] & theirs[finding])
-    placed = int((counts_N3[:, 0] > 0).sum())
-    rows = [
-        MetricRow(metric=metric, target=REPORT, subgroup=subgroup, n=placed)
-        for metric in CONTENTS[1:]
-    ]
+            sides_N3[row] += (1, is_equal, not ours[finding] & theirs[finding])
+        ours, theirs = grades_of(text), grades_of(reference)
+        for finding in ours.keys() & theirs.keys():
+            grades_N2[row] += (1, ours[finding] == theirs[finding])
     return [
         mean_metrics(REPEATED, repeated_N1, [REPORT], subgroup=subgroup),
-        MetricGroup(rows, _shares(counts_N3)),
+        _shares((EQUAL_SIDES, OPPOSITE_SIDES), sides_N3, subgroup),
+        _shares((EQUAL_SEVERITIES,), grades_N2, subgroup),
     ]
 
 
-def _shares(counts_N3: Array) -> Callable[[Array], Array]:
-    def statistic(counts_NR: Array) -> Array:
-        total_R3 = counts_NR.T @ counts_N3
-        placed_R1 = total_R3[:, :1]
-        return np.where(placed_R1 > 0, total_R3[:, 1:] / np.maximum(placed_R1, 1), np.nan)
+def _shares(metrics: Sequence[str], counts_NC: Array, subgroup: str) -> MetricGroup:
+    """Return the sums of the columns behind the first one over that of the first."""
+    reports = int((counts_NC[:, 0] > 0).sum())
+    rows = [
+        MetricRow(metric=metric, target=REPORT, subgroup=subgroup, n=reports) for metric in metrics
+    ]
 
-    return statistic
+    def statistic(counts_NR: Array) -> Array:
+        total_RC = counts_NR.T @ counts_NC
+        known_R1 = total_RC[:, :1]
+        return np.where(known_R1 > 0, total_RC[:, 1:] / np.maximum(known_R1, 1), np.nan)
+
+    return MetricGroup(rows, statistic)

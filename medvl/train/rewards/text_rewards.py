@@ -1,7 +1,8 @@
 """Rewards of texts against the true ones, 0 to 1.
 
     findings   F1 of present findings with their sides, read by the labeler; a sentence that repeats
-               counts as two false findings
+               counts as a false finding
+    severities F1 of present findings with a severity: mild, moderate or severe
     ngrams     mean F1 of n-grams of 1 to 4 words
     novelty    share of trigrams that do not repeat an earlier one
     length     words of the shorter text over those of the longer one
@@ -14,7 +15,7 @@ Give `sentences` beside `findings` or `radgraph`.
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,8 +32,6 @@ _SENTENCES = 100_000
 """Sentences whose vectors are kept."""
 _TEXTS = 10_000
 """Texts whose statements are kept: all texts of an image are compared with one reference."""
-_REPEAT = 2
-"""False findings that a repeated sentence counts as."""
 _NOTHING = frozenset({("No Finding", "")})
 
 Reward = Callable[[str, str], float]
@@ -42,7 +41,7 @@ Reward = Callable[[str, str], float]
 def findings_reward(text: str, reference: str) -> float:
     """Return the F1 of present findings with their sides, where repeated sentences are false.
 
-        2 |A and B| / (|A| + |B| + 2 repeats)
+        2 |A and B| / (|A| + |B| + repeats)
 
     A and B are the (finding, side) that the text and the reference assert, read by the labeler, or
     {no finding} for one that asserts none. A denied finding is never present, and a side that only
@@ -51,10 +50,28 @@ def findings_reward(text: str, reference: str) -> float:
     Without it a finding that is right is free to be written again, in the same or in other words.
     """
     ours, theirs = _statements(text), _statements(reference)
-    present = frozenset().union(*(found for _, found in ours)) or _NOTHING
-    expected = frozenset().union(*(found for _, found in theirs)) or _NOTHING
-    total = len(present) + len(expected) + _REPEAT * _repeats(ours, theirs)
+    present = _findings(ours) or _NOTHING
+    expected = _findings(theirs) or _NOTHING
+    total = len(present) + len(expected) + _repeats(ours, theirs)
     return 2 * len(present & expected) / total
+
+
+def severities_reward(text: str, reference: str) -> float:
+    """Return the F1 of (finding, severity) of present findings with a severity, read by the labeler
+    (`medvl.data.reports.statements.severities_of`); 1 where neither text has any.
+    """
+    ours, theirs = (
+        frozenset(
+            (finding, severity)
+            for _, asserted in _statements(each)
+            for finding, _, severity in asserted
+            if severity
+        )
+        for each in (text, reference)
+    )
+    if not ours and not theirs:
+        return 1.0
+    return 2 * len(ours & theirs) / (len(ours) + len(theirs))
 
 
 def ngrams_reward(text: str, reference: str) -> float:
@@ -130,10 +147,11 @@ def radgraph_reward() -> Reward:
     return lambda text, reference: scores([text], [reference])["radgraph_partial"][0]
 
 
-REWARDS = ("findings", "ngrams", "novelty", "length", "sentences", "radgraph")
+REWARDS = ("findings", "severities", "ngrams", "novelty", "length", "sentences", "radgraph")
 """Names of rewards."""
 _OF_TEXTS: Mapping[str, Reward] = {
     "findings": findings_reward,
+    "severities": severities_reward,
     "ngrams": ngrams_reward,
     "novelty": novelty_reward,
     "length": length_reward,
@@ -172,42 +190,49 @@ def text_rewards(
 
 
 Words = tuple[str, ...]
-Findings = frozenset[tuple[str, str]]
-"""(finding, side) that a sentence asserts."""
+Asserted = frozenset[tuple[str, str, str]]
+"""(finding, side, severity) that a sentence asserts; "" for no side or severity."""
 
 
 @functools.lru_cache(_TEXTS)
-def _statements(text: str) -> tuple[tuple[Words, Findings], ...]:
+def _statements(text: str) -> tuple[tuple[Words, Asserted], ...]:
     """Return the words of each statement of a text, and what it asserts."""
     # Few runs train on rewards, so that most import no labeler.
     from medvl.data.reports.labeler import sentence_runs
 
     sentences = split_sentences(text)
     runs = (" ".join(sentences[first:end]) for first, end in sentence_runs(sentences))
-    return tuple((_words(each), _present(each)) for each in runs if _words(each))
+    return tuple((_words(each), _asserted(each)) for each in runs if _words(each))
 
 
 @functools.lru_cache(_SENTENCES)
-def _present(sentence: str) -> Findings:
+def _asserted(sentence: str) -> Asserted:
     from medvl.data.reports.labeler import find_mentions
-    from medvl.data.reports.statements import places_of
+    from medvl.data.reports.statements import places_of, severities_of
 
     mentions = find_mentions(sentence)
+    read = zip(mentions, places_of(mentions), severities_of(mentions), strict=True)
     return frozenset(
-        (mention.finding, " ".join(sides))
-        for mention, (sides, _) in zip(mentions, places_of(mentions), strict=True)
+        (mention.finding, " ".join(sides), severity)
+        for mention, (sides, _), severity in read
         if mention.value == POSITIVE
     )
 
 
+def _findings(statements: Iterable[tuple[Words, Asserted]]) -> frozenset[tuple[str, str]]:
+    """Return the (finding, side) that statements assert."""
+    return frozenset(found[:2] for _, asserted in statements for found in asserted)
+
+
 def _repeats(
-    ours: Sequence[tuple[Words, Findings]], theirs: Sequence[tuple[Words, Findings]]
+    ours: Sequence[tuple[Words, Asserted]], theirs: Sequence[tuple[Words, Asserted]]
 ) -> int:
     """Return how many statements of a text repeat earlier ones more often than the reference."""
-    allowed = Counter(key for words, present in theirs for key in (words, *present))
+    allowed = Counter(key for each in theirs for key in (each[0], *_findings([each])))
     seen: Counter[Words] = Counter()
     repeats = 0
-    for words, present in ours:
+    for each in ours:
+        words, present = each[0], _findings([each])
         is_new = [seen[key] < max(1, allowed[key]) for key in (words, *present)]
         repeats += not is_new[0] or (bool(present) and not any(is_new[1:]))
         seen.update((words, *present))

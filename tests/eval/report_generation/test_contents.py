@@ -1,13 +1,17 @@
-"""Repeated sentences, and sides of findings that a report and its reference both have."""
+"""Repeated sentences, and sides and severities of findings that a report and its reference both
+have.
+"""
 
 import numpy as np
 import pytest
 
 from medvl.eval.report_generation.contents import (
+    EQUAL_SEVERITIES,
     EQUAL_SIDES,
     OPPOSITE_SIDES,
     REPEATED,
     content_metrics,
+    grades_of,
     repeated_sentences,
     sides_of,
 )
@@ -17,7 +21,8 @@ PAIRS = [
     ("Right pleural effusion. No pneumothorax.", "Left pleural effusion."),
     ("Bilateral pleural effusions.", "Left pleural effusion. Right pleural effusion."),
     ("Bilateral pleural effusions.", "Left pleural effusion."),
-    ("The heart is enlarged.", "Right pleural effusion. The heart is enlarged."),
+    ("The heart is mildly enlarged.", "Right pleural effusion. The heart is severely enlarged."),
+    ("Moderate cardiomegaly.", "Moderately enlarged heart."),
 ]
 
 
@@ -32,6 +37,20 @@ def test_both_sides_are_bilateral() -> None:
     assert sides_of("No left pleural effusion. The heart is enlarged.") == {}
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Bilateral pleural effusions, moderate-sized on the left.", {"moderate"}),
+        ("Small effusion and very large pneumothorax.", set()),
+        ("Trace effusion. Large pleural effusion.", {"mild", "severe"}),
+        ("No large pleural effusion.", set()),
+        ("The largest nodule is 2 cm. Left pleural effusion.", set()),
+    ],
+)
+def test_severities_are_of_the_clause_or_of_the_sentence(text: str, expected: set[str]) -> None:
+    assert grades_of(text).get("Pleural Effusion", set()) == expected
+
+
 def test_shares_are_of_findings_that_both_place() -> None:
     groups = content_metrics(*map(list, zip(*PAIRS, strict=True)), subgroup="x")
     weight_N1 = np.ones((len(PAIRS), 1))
@@ -40,8 +59,9 @@ def test_shares_are_of_findings_that_both_place() -> None:
         for group in groups
         for row, value in zip(group.rows, group.statistic(weight_N1)[0], strict=True)
     }
-    assert value_of[REPEATED] == (5, pytest.approx(0.2))
+    assert value_of[REPEATED] == (6, pytest.approx(1 / 6))
     assert value_of[EQUAL_SIDES] == (4, pytest.approx(0.5))
     assert value_of[OPPOSITE_SIDES] == (4, pytest.approx(0.25))
-    without_N1 = np.array([[0.0], [0], [0], [0], [1]])
+    assert value_of[EQUAL_SEVERITIES] == (2, pytest.approx(0.5))
+    without_N1 = np.array([[0.0], [0], [0], [0], [1], [0]])
     assert np.isnan(groups[1].statistic(without_N1)).all()

@@ -43,10 +43,10 @@ ADVERSARIAL = {
     "Small right pleural effusion. No pneumothorax. The heart is normal.": (0.0, True, True),
     "Small left pleural effusion. Pneumothorax. The heart is normal.": (2 / 3, True, True),
     "Possible left pleural effusion. No pneumothorax. The heart is normal.": (0.0, True, True),
-    " ".join([REFERENCE] * 4): (2 / (2 + 2 * 9), False, False),
-    "Left pleural effusion. " * 8: (2 / (2 + 2 * 7), False, False),
-    "Small left pleural effusion. There is a left effusion.": (2 / (2 + 2), False, True),
-    "Small left pleural effusion. No pneumothorax. No pneumothorax.": (2 / (2 + 2), True, True),
+    " ".join([REFERENCE] * 4): (2 / (2 + 9), False, False),
+    "Left pleural effusion. " * 8: (2 / (2 + 7), False, False),
+    "Small left pleural effusion. There is a left effusion.": (2 / (2 + 1), False, True),
+    "Small left pleural effusion. No pneumothorax. No pneumothorax.": (2 / (2 + 1), True, True),
     "Bilateral pleural effusion.": (0.0, False, True),
     "Edema. Pneumonia. Fracture. Left pleural effusion.": (0.4, False, True),
     NORMAL: (0.0, False, True),
@@ -103,10 +103,19 @@ def test_sentences_may_repeat_as_often_as_in_the_reference() -> None:
     impression = f"{REFERENCE} Left effusion. No pneumothorax."
     assert findings(impression, impression) == 1
     assert findings(REFERENCE, impression) == 1
-    assert findings(impression, REFERENCE) == 2 / (2 + 2 * 2)
-    assert findings(f"{impression} Left effusion.", impression) == 2 / (2 + 2)
-    assert findings(f"{NORMAL} The lungs are clear.", NORMAL) == 2 / (2 + 2)
+    assert findings(impression, REFERENCE) == 2 / (2 + 2)
+    assert findings(f"{impression} Left effusion.", impression) == 2 / (2 + 1)
+    assert findings(f"{NORMAL} The lungs are clear.", NORMAL) == 2 / (2 + 1)
     assert findings("Edema. Edema.", NORMAL) == 0
+
+
+def test_severities_are_those_of_present_findings() -> None:
+    severities = reward("severities")
+    reference = "Small left pleural effusion. Severe edema. Left pneumothorax."
+    assert severities(reference, reference) == 1
+    assert severities("Tiny pleural effusion. No severe edema.", reference) == 2 / 3
+    assert severities("Large effusion. Edema.", reference) == 0
+    assert severities("Pneumothorax.", NORMAL) == 1
 
 
 def test_normal_reports_and_texts_without_an_end() -> None:
