@@ -85,6 +85,7 @@ def test_maps_of_organs_are_shares_within_the_cut_around_them() -> None:
     assert shares.sum() == pytest.approx(similarity.item(), abs=1e-6)
     corner = shares.unflatten(0, model.image_encoder.grid)[-1, -1, 0]
     assert found[5, 19, 0] == pytest.approx(corner.item(), abs=1e-6)
+    assert found[2, 8, 11] == pytest.approx(shares[shares != 0].min().item(), abs=1e-6)  # outside
 
 
 def test_maps_follow_the_spacing_and_size_of_the_shards() -> None:

@@ -230,9 +230,16 @@ class VolumeMaps:
 
     @torch.no_grad()
     def values(self, patches_dhwE: Tensor, names: Sequence[str]) -> Tensor:
-        """Return (L, d, h, w): the values of the patches of one volume for each text."""
+        """Return (L, d, h, w): the values of the patches of one volume for each text.
+
+        Patches outside of the organs that a text names, which are zero, have the lowest value.
+        """
         directions_LE = torch.stack([self._directions[name] for name in names])
-        return torch.einsum("dhwe,le->ldhw", patches_dhwE, directions_LE)
+        value_Ldhw = torch.einsum("dhwe,le->ldhw", patches_dhwE, directions_LE)
+        read_Ldhw = torch.einsum("dhwe,le->ldhw", patches_dhwE.abs(), directions_LE.abs()) != 0
+        lowest_L = value_Ldhw.masked_fill(~read_Ldhw, torch.inf).amin(dim=(1, 2, 3))
+        lowest_L = lowest_L.masked_fill(lowest_L == torch.inf, 0.0)  # of an organ that is not there
+        return torch.where(read_Ldhw, value_Ldhw, lowest_L[:, None, None, None])
 
 
 def smooth(map_Bhw: Tensor, sigma: float) -> Tensor:

@@ -9,8 +9,8 @@ Protocol "volume_grounding", version 1:
 * The value of a patch is its similarity with the positive prompts of the finding minus that with
   the negative ones, each a mean over sentences; without prompts, the similarity with "There is
   FINDING.". Patches are those of the model's `embed_regions`; of fVLM, the shares of patches in
-  the similarity, 0 outside of the organs that the prompts name. Voxels have the values of their
-  patches, interpolated linearly.
+  the similarity, of which those outside of the organs that the prompts name get the lowest. Voxels
+  have the values of their patches, interpolated linearly.
 * "voxel_auroc" is the probability that a voxel inside is above one outside; a random map has 0.5.
   "signed_cnr" and "pointing_game" are those of `medvl eval grounding`; the chance of the latter is
   the share of voxels inside, `details["chance"]`.

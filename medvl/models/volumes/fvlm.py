@@ -34,9 +34,10 @@ class FVLMConfig(VolumeDualConfig, TemperatureConfig):
     positions are learned, and its filters start at random; here positions are fixed and filters are
     MAE's, inflated as in HLIP. Its class token is not used.
 
-    All organs of a volume have one crop: in the released code around the box of the lungs, here
-    around the middle of that of all organs. Training leaves out organs that the crop cuts;
-    inference compares what the crop shows of them.
+    All organs of a volume have one crop, around the middle of the box of all organs. The released
+    code trains on crops around the box of the lungs; its evaluation crops around each organ apart,
+    as large as the organ, in a forward pass for each. Training leaves out organs that the crop
+    cuts; inference compares what the crop shows of them.
     """
 
     image_arguments: Mapping[str, Any] = dataclasses.field(
