@@ -69,7 +69,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "diff-vqa",
             "gemex",
         ),
-        "Volumes": ("ct-rate", "rad-chestct", "merlin", "volumes"),
+        "Volumes": ("ct-rate", "rad-chestct", "merlin", "inspect", "volumes"),
         "Knowledge and pictures": ("umls", "contact-sheet", "example"),
     },
     "shards": {
@@ -88,7 +88,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *("vqa-rad", "slake", "vqa-med", "path-vqa", "rexvqa", "pmc-vqa", "mimic-cxr-vqa"),
             *("cxr-qba", "diff-vqa", "gemex"),
         ),
-        "Volumes": ("ct-rate", "rad-chestct", "merlin", "volumes"),
+        "Volumes": ("ct-rate", "rad-chestct", "merlin", "inspect", "volumes"),
         "Text and knowledge": ("text", "concepts"),
         "Your own data and the hub": ("table", "parquet", "webdataset", "generated"),
     },

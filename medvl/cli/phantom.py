@@ -400,6 +400,12 @@ COMMANDS: dict[str, Callable[..., str]] = {
         _shards("merlin"),
         kind=VolumeOptions,
     ),
+    "inspect": _command(
+        "inspect",
+        "INSPECT: CTs as NIfTI files, impressions and labels",
+        _shards("inspect"),
+        kind=VolumeOptions,
+    ),
     "volumes": _command(
         "volumes",
         "a folder of chest CTs with a table of reports and labels",

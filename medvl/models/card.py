@@ -52,7 +52,7 @@ _CORPORA = {
         ),
         CHEST_RADIOGRAPHS,
     ),
-    **dict.fromkeys(("ct-rate", "mosmed", "rad-chestct"), _CHEST_CT),
+    **dict.fromkeys(("ct-rate", "inspect", "mosmed", "rad-chestct"), _CHEST_CT),
     "merlin": _ABDOMINAL_CT,
     **dict.fromkeys(("embed-mammo", "vindr-mammo"), _MAMMOGRAMS),
     "odir": _FUNDUS,

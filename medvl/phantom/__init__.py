@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from medvl.phantom.layouts.ct_corpora import (
         write_ct_rate as write_ct_rate,
+        write_inspect as write_inspect,
         write_merlin as write_merlin,
         write_rad_chestct as write_rad_chestct,
     )

@@ -81,6 +81,7 @@ _MODULES = {
     "ct-rate": f"{_CORPORA}.volumes.ct_rate",
     "rad-chestct": f"{_CORPORA}.volumes.rad_chestct",
     "merlin": f"{_CORPORA}.volumes.merlin",
+    "inspect": f"{_CORPORA}.volumes.inspect_ctpa",
     "text": "medvl.data.convert.shard_documents",
     "concepts": f"{_CORPORA}.concepts",
     "webdataset": f"{_CORPORA}.webdataset_tars",

@@ -1,4 +1,4 @@
-"""Chest CTs in the layouts of CT-RATE, RAD-ChestCT and Merlin."""
+"""Chest CTs in the layouts of CT-RATE, RAD-ChestCT, Merlin and INSPECT."""
 
 import csv
 import io
@@ -44,6 +44,12 @@ _RAD_NAMES = {
     "Cardiomegaly": "cardiomegaly",
     "Pericardial effusion": "pericardial_effusion",
     "Arterial wall calcification": "calcification",
+}
+_INSPECT_TABLES = {
+    "impressions": ("impression_id", "impressions"),
+    "splits": ("impression_id", "split"),
+    "study_mapping": ("impression_id", "person_id", "image_id", "procedure_DATETIME"),
+    "labels": ("impression_id", "pe_positive_nlp", "12_month_PH"),
 }
 _PLACES = ("left_lung", "right_lung", "other_location")
 
@@ -252,6 +258,43 @@ def write_merlin(
     _write_truth(folder, truth)
 
 
+def write_inspect(
+    root: Path | str,
+    *,
+    patients: int = 40,
+    shape: Shape = (32, 64, 64),
+    seed: int = 0,
+) -> None:
+    """Write INSPECT's layout: CTPA/ with NIfTI files, and tables of impressions, splits, studies
+    and labels.
+
+    The phantom draws no embolism: in place of it, the label stands for a consolidation, and the
+    outcomes are drawn by the number of the patient. The first study is listed twice. Arguments and
+    errors are those of `write_ct_rate`, without reconstructions.
+    """
+    _check(patients, 1, shape, 1)
+    folder = Path(root)
+    (folder / "CTPA").mkdir(parents=True, exist_ok=True)
+    rows: dict[str, list[list[object]]] = {name: [] for name in _INSPECT_TABLES}
+    truth = []
+    for patient in range(patients):
+        name = f"PE{patient:05d}"
+        chest = sample_chest_ct((seed, patient))
+        write_nifti(folder / "CTPA" / f"{name}.nii.gz", draw_volume(chest, shape), (0, 1))
+        number = 1000 + patient
+        split = ("train", "train", "valid", "test")[patient % 4]
+        outcome = ("False", "True", "Censored")[patient % 3]
+        rows["impressions"].append([number, compose_ct_report(chest)["impression"]])
+        rows["splits"].append([number, split])
+        study = [number, 500 + patient, name, f"2020-01-{1 + patient % 28:02d} 10:00:00"]
+        rows["study_mapping"] += [study] * (1 + (patient == 0))
+        rows["labels"].append([number, bool(chest.labels["Consolidation"]), outcome])
+        truth.append(truth_of(chest, name))
+    for name, header in _INSPECT_TABLES.items():
+        _write_table(folder / f"{name}_20250611.tsv", header, rows[name], separator="\t")
+    _write_truth(folder, truth)
+
+
 def _check(patients: int, least: int, shape: Shape, reconstructions: int) -> None:
     if patients < least or min(reconstructions, *shape) < 1:
         raise ConfigError(
@@ -261,10 +304,12 @@ def _check(patients: int, least: int, shape: Shape, reconstructions: int) -> Non
         )
 
 
-def _write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def _write_table(
+    path: Path, header: Sequence[str], rows: Iterable[Sequence[object]], separator: str = ","
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
+    writer = csv.writer(table, delimiter=separator, lineterminator="\n")
     writer.writerow(header)
     writer.writerows(rows)
     write_atomic(path, table.getvalue())

@@ -19,7 +19,7 @@ from medvl.data import list_corpora
 from medvl.data.shards.format import Manifest, split_folders
 
 NOT_CONVERTED = {"umls", "contact-sheet", "example"}
-VOLUMES = {"ct-rate", "rad-chestct", "merlin", "volumes"}
+VOLUMES = {"ct-rate", "rad-chestct", "merlin", "inspect", "volumes"}
 """Layouts that `volumes/test_volume_corpora.py` compares with the phantom."""
 CORPUS_OF = {"mimic-cxr-jpg": "mimic-cxr"}
 """Layout -> command of `medvl shards`, where the names differ."""

@@ -15,6 +15,7 @@ from helpers.errors import raises
 
 from medvl.cli import main as cli
 from medvl.data.corpora.volumes.ct_rate import CTRate
+from medvl.data.corpora.volumes.inspect_ctpa import Inspect
 from medvl.data.corpora.volumes.merlin import Merlin
 from medvl.data.corpora.volumes.rad_chestct import RADChestCT
 from medvl.data.privacy import Deidentifier
@@ -27,6 +28,7 @@ from medvl.phantom import (
     draw_volume,
     sample_chest_ct,
     write_ct_rate,
+    write_inspect,
     write_merlin,
     write_rad_chestct,
     write_volumes,
@@ -273,6 +275,40 @@ def test_rad_chestct_and_merlin_give_the_volumes_of_the_phantom(
         assert verify_folder(out / "train", decode=True).problems == ()
 
 
+def test_inspect_gives_impressions_labels_and_the_splits_of_its_tables(
+    tmp_path: Path, deid: Deidentifier, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "full"
+    write_inspect(root, patients=4, shape=(4, 8, 8))
+    (root / "splits_20240101.tsv").write_text("impression_id\tsplit\n")  # an older one
+    out = tmp_path / "out"
+    command = ("shards", "inspect", "--root", root, "--out", out, "--workers", 1)
+    status, printed, problem = run(capsys, *command)
+    assert status == 0, problem
+    assert "1 duplicate_row" in printed
+    found = sources(out)
+    assert len(found) == 4
+    for file, (source, position) in found.items():
+        patient = int(file.partition(".")[0][-5:])
+        chest = sample_chest_ct((0, patient))
+        np.testing.assert_array_equal(source.volume(position).hu_DHW, draw_volume(chest, (4, 8, 8)))
+        sample = source.sample(position)
+        assert sample.split == ("train", "train", "validate", "test")[patient]
+        assert sample.sections == {"impression": compose_ct_report(chest)["impression"]}
+        outcome = {"PH within 12 months": patient % 3} if patient != 2 else {}
+        embolism = {"Pulmonary embolism": chest.labels["Consolidation"]}
+        assert sample.labels == {**embolism, **outcome}
+    table = root / "impressions_20250611.tsv"
+    table.write_text(table.read_text() + "1000\tAnother text.\n")
+    with raises(CorpusError, "malformed", "impressions"):
+        Inspect(root=root).plan(deid)
+    (root / "labels_20250611.tsv").write_text("impression_id\tpe_positive_nlp\n1000\tperhaps\n")
+    with raises(CorpusError, "malformed"):
+        Inspect(root=root).plan(deid)
+    with raises(CorpusError, "not_found", "root"):
+        Inspect(root=tmp_path).plan(deid)
+
+
 def test_damaged_archives_and_tables(tmp_path: Path, deid: Deidentifier, capsys: Any) -> None:
     root = tmp_path / "rad"
     write_rad_chestct(root, patients=8, shape=SHAPE)
@@ -323,7 +359,7 @@ def test_own_volumes_are_converted_from_a_table(
 def test_phantom_commands_print_the_next_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("ct-rate", "rad-chestct", "merlin", "volumes"):
+    for name in ("ct-rate", "rad-chestct", "merlin", "inspect", "volumes"):
         out = tmp_path / name
         status, printed, problem = run(
             capsys, "phantom", name, "--out", out, "--patients", 2, "--shape", 4, 8, 8
