@@ -325,7 +325,7 @@ def _volumes(arguments: Sequence[str]) -> str:
     options, rest = parser.parse_known_args(arguments)
     _, settings = load_recipe(find_recipe(options.recipe), rest)
     from medvl.models.volumes.base import VolumeDualConfig
-    from medvl.train.doctor.volume_cost import describe_cost, volume_cost
+    from medvl.train.doctor.volume_plan import describe_cost, volume_cost
 
     model = getattr(settings, "model", None)
     if not isinstance(model, VolumeDualConfig):

@@ -9,9 +9,9 @@ Protocol "text_retrieval", version 1:
   images, of any other system or encoder its pooled vector, or the mean of its tokens (`pool`).
 * A rank counts the candidates that score at least as high as the query's own text, so that a model
   that scores all alike is last.
-* Baselines are rows of their own: "tfidf" (`medvl.eval.core.tfidf`, weights from the candidates),
-  "commonest_texts" (the same order of candidates for every query, by frequency), and "chance", the
-  expected value of a random order.
+* Baselines are rows of their own: "tfidf" (`medvl.eval.text_tasks.metrics`, weights from the
+  candidates), "commonest_texts" (the same order of candidates for every query, by frequency), and
+  "chance", the expected value of a random order.
 * "above_tfidf" is the difference of the model and TF-IDF on the same queries.
 * Intervals: patients are resampled, or the groups that a field of the file names.
 
@@ -46,7 +46,6 @@ from medvl.eval.core.results import (
     checkpoint_sha256,
     format_table,
 )
-from medvl.eval.core.tfidf import TfIdf
 from medvl.eval.evaluation import Evaluation, Outcome
 from medvl.eval.html.page import (
     Card,
@@ -63,6 +62,7 @@ from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.registry import register_evaluation
 from medvl.eval.retrieval.image_text import commonest_text_ranks, rank_groups
 from medvl.eval.text_tasks.evaluation import TextEncoderOptions
+from medvl.eval.text_tasks.metrics import TfIdf
 from medvl.eval.text_tasks.protocol import EvaluatedEncoder
 from medvl.models.base import evaluating
 from medvl.models.checkpoint_folder import described_model

@@ -14,16 +14,14 @@ if TYPE_CHECKING:
         reconstruction as reconstruction,
     )
     from medvl.losses.local.gloria import gloria_local as gloria_local
-    from medvl.losses.local.places import (
-        label_entropy as label_entropy,
-        place_divergence as place_divergence,
-        place_entropy as place_entropy,
-    )
     from medvl.losses.local.within_sample import (
         grid_positives as grid_positives,
+        label_entropy as label_entropy,
         local_alignment as local_alignment,
         local_uniformity as local_uniformity,
         patch_cosine as patch_cosine,
+        place_divergence as place_divergence,
+        place_entropy as place_entropy,
         statement_contrast as statement_contrast,
         within_sample_nce as within_sample_nce,
         word_patch_alignment as word_patch_alignment,
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
         region_regression as region_regression,
         symmetric_kl as symmetric_kl,
     )
-    from medvl.losses.pairs.by_organ import organ_contrast as organ_contrast
     from medvl.losses.pairs.contrastive import (
         altered_texts as altered_texts,
         clip as clip,
@@ -47,6 +44,7 @@ if TYPE_CHECKING:
         label_similarity as label_similarity,
         multi_hot as multi_hot,
         multi_positive as multi_positive,
+        organ_contrast as organ_contrast,
         siglip as siglip,
         soft_targets as soft_targets,
     )

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
         draw_example as draw_example,
         write_example as write_example,
     )
-    from medvl.phantom.language.ct_reports import compose_ct_report as compose_ct_report
-    from medvl.phantom.language.reports import Report as Report, compose_report as compose_report
+    from medvl.phantom.language.reports import (
+        Report as Report,
+        compose_ct_report as compose_ct_report,
+        compose_report as compose_report,
+    )
     from medvl.phantom.language.vqa import vqa_images as vqa_images
     from medvl.phantom.layouts.boxes import (
         write_chestxdet as write_chestxdet,

@@ -5,8 +5,13 @@ from helpers.errors import raises
 
 from medvl.cli.recipes import doctor
 from medvl.errors import ConfigError
-from medvl.train.doctor.volume_cost import VolumeCost, volume_cost
-from medvl.train.doctor.volume_plan import Measured, PlanOptions, plan_phases
+from medvl.train.doctor.volume_plan import (
+    Measured,
+    PlanOptions,
+    VolumeCost,
+    plan_phases,
+    volume_cost,
+)
 
 TINY = {"name": "vit", "size": (8, 12, 12), "patch_size": (2, 3, 3), "embed_dim": 24}
 

@@ -1,4 +1,5 @@
-"""Metrics of text tasks, as sums over examples, so that resamples are products of matrices.
+"""Metrics of text tasks, as sums over examples, so that resamples are products of matrices; and
+TF-IDF vectors, a baseline without an encoder.
 
 Every metric is a function of sums over examples: true and false positives and negatives, right
 answers, or moments. Letters: N examples, K sums, R resamples.
@@ -12,21 +13,28 @@ answers, or moments. Letters: N examples, K sums, R resamples.
 * "micro_f1" of documents: over all decisions of all labels.
 * "pearson": correlation of scores; NaN where one side is constant up to the rounding of float32.
 * "accuracy": share of right answers.
+
+The TF-IDF vectors equal those of scikit-learn's `TfidfVectorizer` with its default settings: words
+of two or more letters or digits in lower case, counts times log((1 + N) / (1 + n)) + 1 for a word
+that n of N texts have, and vectors of length 1. Letters: N texts, V words of the vocabulary.
 """
 
 import collections
 import dataclasses
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from scipy import sparse
 
 from medvl.data.text_tasks.tasks import BLURB, TextExample, TextTask
+from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow
 from medvl.eval.core.metrics import Array, percentile_interval, resample_counts
-from medvl.eval.core.tfidf import TfIdf
 from medvl.eval.probing.features import comparable_probabilities, fit_logistic
 
 Predicted = Sequence[str | float | tuple[str, ...]]
@@ -423,3 +431,41 @@ def _presence(examples: Sequence[TextExample], index: Mapping[str, int]) -> torc
         columns = {index[word] for word in words_of(" ".join(example.texts)) if word in index}
         x_ND[row, list(columns)] = 1
     return x_ND
+
+
+_TFIDF_WORD = re.compile(r"\b\w\w+\b")
+
+
+class TfIdf:
+    """Weights of words, from a collection of texts.
+
+    Args:
+        texts: the collection. Words that it does not have are ignored.
+
+    Raises EvaluationError where it has no word.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        frequency = Counter(word for text in texts for word in set(_words(text)))
+        if not frequency:
+            raise EvaluationError("expected texts with words, got none", "empty", field="texts")
+        self._place = {word: place for place, word in enumerate(sorted(frequency))}
+        count_V = np.array([frequency[word] for word in self._place])
+        self._idf_V = np.log((1 + len(texts)) / (1 + count_V)) + 1
+
+    def vectors(self, texts: Sequence[str]) -> Any:
+        """Return the vectors (N, V) as a sparse array in rows; zeros for a text without a known
+        word.
+        """
+        counts = [Counter(word for word in _words(text) if word in self._place) for text in texts]
+        ends = np.cumsum([0, *map(len, counts)])
+        places = np.array([self._place[word] for count in counts for word in count], np.int64)
+        values = np.array([float(n) for count in counts for n in count.values()])
+        values *= self._idf_V[places]
+        rows_NV = sparse.csr_array((values, places, ends), shape=(len(texts), len(self._place)))
+        length_N = np.sqrt(rows_NV.multiply(rows_NV).sum(axis=1))
+        return sparse.csr_array(rows_NV.multiply(1 / np.where(length_N > 0, length_N, 1)[:, None]))
+
+
+def _words(text: str) -> list[str]:
+    return _TFIDF_WORD.findall(text.lower())

@@ -15,7 +15,7 @@ from medvl.data.reports.statements import PLACES
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.common import full_precision, mean_over_ranks
-from medvl.losses.local.places import place_divergence
+from medvl.losses.local.within_sample import place_divergence
 from medvl.models.base import EncoderArguments
 from medvl.models.dual_encoders.bases.local import local_features
 from medvl.models.dual_encoders.bases.maps import BoxConfig, mean_box_loss, phrases_of_batch

@@ -11,7 +11,7 @@ import numpy as np
 
 from medvl.common.files import write_atomic
 from medvl.errors import ConfigError
-from medvl.phantom.language.ct_reports import compose_ct_report
+from medvl.phantom.language.reports import compose_ct_report
 from medvl.phantom.layouts.volumes import spacing_of, truth_of, write_nifti
 from medvl.phantom.layouts.writer import workbook_bytes
 from medvl.phantom.population.volumes import CT_FINDINGS, ChestCT, sample_chest_ct

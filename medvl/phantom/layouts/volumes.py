@@ -12,7 +12,7 @@ from pydicom.uid import UID, CTImageStorage, ExplicitVRLittleEndian
 
 from medvl.common.files import write_atomic
 from medvl.errors import ConfigError
-from medvl.phantom.language.ct_reports import compose_ct_report
+from medvl.phantom.language.reports import compose_ct_report
 from medvl.phantom.population.volumes import CT_FINDINGS, ChestCT, sample_chest_ct
 from medvl.phantom.population.world import generator
 from medvl.phantom.rendering.volumes import FIELD, draw_volume, finding_masks, organ_numbers

@@ -21,7 +21,6 @@ from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.errors import ConfigError, CorpusError, EvaluationError
 from medvl.eval import evaluate_text_retrieval
 from medvl.eval.compare.compare import compare, find_runs
-from medvl.eval.core.tfidf import TfIdf
 from medvl.eval.text_retrieval import (
     Pairs,
     Report,
@@ -31,6 +30,7 @@ from medvl.eval.text_retrieval import (
     reports_of_shards,
 )
 from medvl.eval.text_tasks.evaluation import TextEncoderOptions
+from medvl.eval.text_tasks.metrics import TfIdf
 from medvl.eval.text_tasks.protocol import EvaluatedEncoder, encoder_by_name
 from medvl.models import create_model
 from medvl.models.checkpoint import save

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medvl.errors import ConfigError
 from medvl.losses.common import mean_over_ranks
-from medvl.losses.local.places import label_entropy, place_divergence, place_entropy
+from medvl.losses.local.within_sample import label_entropy, place_divergence, place_entropy
 from medvl.losses.supervised import known_labels
 from medvl.models.dual_encoders.bases.pairs import Pairs, take
 from medvl.schema import FINDINGS, Batch, Embeddings
