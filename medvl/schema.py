@@ -83,7 +83,7 @@ class PackedPage(NamedTuple):
 class FilePart:
     """An encoded image inside a larger file: a member of a tar, or a cell of a Parquet file.
 
-    `medvl.data.storage.parts` reads it.
+    `medvl.data.storage.tars` reads it.
     """
 
     file: str
@@ -195,7 +195,7 @@ class Inputs:
     """
     boxed_phrases: bool = False
     """Phrases of the image, and the cells of the augmented image that their boxes cover
-    (`medvl.data.loading.boxed_phrases`).
+    (`medvl.data.loading.items`).
     """
     prior_image: bool = False
     """The patient's previous image, from sources that have the order of a patient's studies
@@ -406,8 +406,8 @@ class Batch:
     """
     augmentation_BVK: Tensor | None = None
     """float32: parameters of the augmentation that is left to the device, for each image of each
-    sample (`medvl.data.transforms.device`); None: the images are augmented. With `image_of_B`, one
-    row per image.
+    sample (`medvl.data.transforms.operations`); None: the images are augmented. With
+    `image_of_B`, one row per image.
     """
 
     def __len__(self) -> int:

@@ -159,7 +159,6 @@ if TYPE_CHECKING:
         train_wordpiece as train_wordpiece,
         train_words as train_words,
     )
-    from medvl.data.transforms.device import augment_batch as augment_batch
     from medvl.data.transforms.image import (
         ConVIRTAugmentation as ConVIRTAugmentation,
         EvalTransform as EvalTransform,
@@ -172,6 +171,7 @@ if TYPE_CHECKING:
         TextMasking as TextMasking,
         TextSequences as TextSequences,
     )
+    from medvl.data.transforms.operations import augment_batch as augment_batch
     from medvl.data.transforms.text import (
         GroundedText as GroundedText,
         Paraphrases as Paraphrases,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import medvl
-from medvl.data.loading.boxed_phrases import CELLS
+from medvl.data.loading.items import PHRASE_CELLS
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.losses.common import gather_padded
 from medvl.models.dual_encoders.gloria import GLoRIA
@@ -50,7 +50,7 @@ def make_batch(tokenizer: Tokenizer | None, rows: list[int] | None = None) -> Ba
     ids_BT, mask_BT = tokenizer(texts)
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randint(0, 256, (7, 1, 64, 64), dtype=torch.uint8, generator=generator)
-    cover = torch.zeros(7, 2, CELLS, CELLS, dtype=torch.uint8)
+    cover = torch.zeros(7, 2, PHRASE_CELLS, PHRASE_CELLS, dtype=torch.uint8)
     for row, phrases in enumerate(PHRASES):
         for place in range(len(phrases) - row // 6):  # the last phrase has no box
             cover[row, place, 2 * row : 2 * row + 9, 20 - 3 * row :] = 255

@@ -154,9 +154,8 @@ def convert_corpus(corpus: Corpus, shared: AnyOptions) -> str:
     """Plan and convert a corpus. Returns its notes, one line per split with its counts, and the
     warnings.
     """
-    from medvl.data.convert.conversion import PrivateFolder
     from medvl.data.convert.organs import add_organs
-    from medvl.data.convert.plan import hold_out
+    from medvl.data.convert.plan import PrivateFolder, hold_out
 
     deid = deidentifier(shared.run.salt_file, new_salt=shared.run.new_salt)
     options = shared.shard_options()
@@ -204,7 +203,7 @@ def _report(out: Path, manifests: "Mapping[str, Manifest]") -> list[str]:
     """Return the counts of the corpus, one line per split, the warnings of all splits, and
     advice about them.
     """
-    from medvl.data.convert.conversion import Conversion, PrivateFolder
+    from medvl.data.convert.plan import Conversion, PrivateFolder
 
     rows = dict.fromkeys(
         corpus_line(manifest) for manifest in manifests.values()

@@ -14,9 +14,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from medvl.common.files import temporary_name, write_atomic
-from medvl.data.convert.conversion import Conversion, PrivateFolder
 from medvl.data.convert.options import parse_part
 from medvl.data.convert.pipeline import build_manifests, check_samples, write_manifests
+from medvl.data.convert.plan import Conversion, PrivateFolder
 from medvl.data.convert.record import ShardNote
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.verify import verify_shards

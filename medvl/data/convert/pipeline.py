@@ -34,9 +34,15 @@ from tqdm import tqdm
 
 from medvl.common.process import WORKER_BYTES, interrupts_blocked, limit_memory, memory_limited
 from medvl.common.untrusted import ANYWHERE
-from medvl.data.convert.conversion import Conversion, PrivateFolder, has_repairs
 from medvl.data.convert.options import ShardOptions, ShardRun, select_part
-from medvl.data.convert.plan import PlannedShard, ShardPlan, count_by_split
+from medvl.data.convert.plan import (
+    Conversion,
+    PlannedShard,
+    PrivateFolder,
+    ShardPlan,
+    count_by_split,
+    has_repairs,
+)
 from medvl.data.convert.record import Engine, Progress, ShardNote, ShardTask, build_shard
 from medvl.data.corpora.common.rows import RowCounts, listed
 from medvl.data.corpora.common.tables import Plan

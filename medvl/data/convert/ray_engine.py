@@ -22,7 +22,7 @@ from typing import Any
 import cv2
 
 from medvl.common.process import WORKER_BYTES, memory_limited
-from medvl.data.convert.conversion import package_versions
+from medvl.data.convert.plan import package_versions
 from medvl.data.convert.record import Progress, ShardNote, ShardTask, build_shard
 from medvl.errors import ConfigError, ShardError
 

@@ -36,7 +36,7 @@ from medvl.data.shards.format import (
     new_tar,
     sample_to_json,
 )
-from medvl.data.storage.parts import Content, read_parts
+from medvl.data.storage.tars import Content, read_parts
 from medvl.data.volumes.reading import encode_stored_volume
 from medvl.errors import DicomError, ImageError, ReportError, VolumeError
 from medvl.schema import FilePart, Sample

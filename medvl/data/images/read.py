@@ -45,7 +45,7 @@ def read_pixels(
 
     Args:
         image: `Sample.image`.
-        content: bytes of the image where it is a part of a file (`medvl.data.storage.parts`).
+        content: bytes of the image where it is a part of a file (`medvl.data.storage.tars`).
         color: return three channels. DICOM images are always grey.
         frame: index of the frame in multi-frame DICOM files, from 0; with None, they are refused.
         warnings: if given, DICOM images are screened for burned-in text, and detections and turned
@@ -65,7 +65,7 @@ def read_pixels(
     if content is not None:
         return _decode(BytesIO(content), image, color, frame, warnings)
     if isinstance(image, FilePart):
-        raise TypeError(f"{image}: expected its content, which medvl.data.storage.parts reads")
+        raise TypeError(f"{image}: expected its content, which medvl.data.storage.tars reads")
     with folders.open(image, ImageError) as file:
         return _decode(file, image, color, frame, warnings)
 

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medvl.data.loading.boxed_phrases import stack_phrases
-from medvl.data.loading.items import NO_IMAGE, Item, OrganText, SkippedSample
+from medvl.data.loading.items import NO_IMAGE, Item, OrganText, SkippedSample, stack_phrases
 from medvl.data.reports.cleaning import swap_laterality
 from medvl.data.reports.sentences import sentence_spans
 from medvl.data.shards.regions import Regions
 from medvl.data.tokenizer.tokenizer import Tokenizer, pad_rows as pad_ids, row_mask
-from medvl.data.transforms.device import stack_samples
+from medvl.data.transforms.operations import stack_samples
 from medvl.errors import BudgetError, ConfigError, ShardError
 from medvl.schema import ORGANS, Batch, FindsEntities, Inputs
 

@@ -19,7 +19,7 @@ from medvl.common.untrusted import InputFolders
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.regions import RegionManifest, Regions, check_one_detector
 from medvl.data.shards.source import ShardSource
-from medvl.data.storage.parts import read_part
+from medvl.data.storage.tars import read_part
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import TextPolicy
 from medvl.data.volumes.volume import Volume

@@ -29,8 +29,15 @@ from torch import Tensor
 from medvl.common.config_io import check_choice
 from medvl.data.images.codecs import JpegImage, decode_image, encode_stored
 from medvl.data.reports.cleaning import names_side
-from medvl.data.transforms.device import draw_parameters, kernel_radius
-from medvl.data.transforms.operations import Crop, Decode, crop_and_resize, draw, warp
+from medvl.data.transforms.operations import (
+    Crop,
+    Decode,
+    crop_and_resize,
+    draw,
+    draw_parameters,
+    kernel_radius,
+    warp,
+)
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -447,7 +454,7 @@ class ConVIRTAugmentation:
     on_device: bool = False
     """Leave all but crop and flip to the device of the training step, for less work in the loader's
     workers: the same parameters, and images that differ by one grey level in a few pixels
-    (`medvl.data.transforms.device`).
+    (`medvl.data.transforms.operations`).
     """
     decode: Decode = "full"
     """Size at which JPEG images are decoded."""

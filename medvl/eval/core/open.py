@@ -18,9 +18,9 @@ import torch
 from medvl.common.files import RunLock, subfolder
 from medvl.common.ranks import rank_and_world
 from medvl.data.annotations import MIXED
-from medvl.data.convert.conversion import PrivateFolder
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
+from medvl.data.convert.plan import PrivateFolder
 from medvl.data.corpora.registry import FileAccess
 from medvl.data.corpora.webdataset_tars import WebdatasetTars
 from medvl.data.loading.loader import Loader, open_loader

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from medvl.common.process import keep_freed_memory
 from medvl.common.ranks import exchange_bytes, rank_and_world
-from medvl.data.transforms.device import augment_batch
+from medvl.data.transforms.operations import augment_batch
 from medvl.errors import ConfigError, TrainingError
 from medvl.schema import Batch
 

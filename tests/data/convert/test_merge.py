@@ -15,10 +15,10 @@ from helpers.mimic_files import textured
 
 from medvl.cli import main as cli
 from medvl.data.convert import merge, pipeline, plan as plan_module
-from medvl.data.convert.conversion import Conversion, PrivateFolder
 from medvl.data.convert.merge import merge_parts
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
+from medvl.data.convert.plan import Conversion, PrivateFolder
 from medvl.data.convert.record import ShardNote, ShardTask
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record

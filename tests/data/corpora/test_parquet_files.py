@@ -32,7 +32,7 @@ from medvl.data.images.codecs import encode_png
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import Manifest
 from medvl.data.storage import store
-from medvl.data.storage.parts import read_part
+from medvl.data.storage.tars import read_part
 from medvl.errors import ConfigError, CorpusError, SplitError
 from medvl.schema import FilePart
 

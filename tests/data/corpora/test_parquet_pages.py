@@ -15,7 +15,7 @@ from medvl.data.corpora.common import parquet_pages
 from medvl.data.corpora.common.parquet_pages import ByteColumn, PageSizeError
 from medvl.data.corpora.parquet_files import ParquetColumns, ParquetFiles
 from medvl.data.privacy import Deidentifier
-from medvl.data.storage.parts import read_parts
+from medvl.data.storage.tars import read_parts
 from medvl.errors import CorpusError, MedvlError
 from medvl.schema import FilePart
 

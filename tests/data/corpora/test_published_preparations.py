@@ -20,7 +20,7 @@ from medvl.data.corpora.figures import m3ae_arrow
 from medvl.data.corpora.reports import medvill_jsonl
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
-from medvl.data.storage.parts import read_part
+from medvl.data.storage.tars import read_part
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import FilePart
 

@@ -20,7 +20,7 @@ from medvl.data.images.codecs import (
     make_upright,
     open_image,
 )
-from medvl.data.loading.boxed_phrases import boxed_phrases
+from medvl.data.loading.items import boxed_phrases
 from medvl.data.loading.loader import open_loader
 from medvl.data.loading.sources import FileSource, Subset, no_text
 from medvl.data.privacy import Deidentifier

@@ -22,8 +22,8 @@ from medvl.data.images.codecs import encode_png
 from medvl.data.loading.sources import FileSource
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import Manifest
-from medvl.data.storage import parts, store
-from medvl.data.storage.parts import read_part, read_parts
+from medvl.data.storage import store, tars
+from medvl.data.storage.tars import read_part, read_parts
 from medvl.errors import ImageError
 from medvl.schema import FilePart, PackedPage, Sample
 
@@ -66,8 +66,8 @@ def test_parts_of_a_page_are_unpacked_once(
         calls.append("")
         return unpack(*arguments)
 
-    unpack: Callable[..., memoryview] = parts.unpack
-    monkeypatch.setattr(parts, "unpack", counted)
+    unpack: Callable[..., memoryview] = tars.unpack
+    monkeypatch.setattr(tars, "unpack", counted)
     assert read_parts(reversed(found)) == dict(zip(found, contents, strict=True))
     assert len(calls) == 1
     assert [read_part(pickle.loads(pickle.dumps(part))) for part in found] == contents

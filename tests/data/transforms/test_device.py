@@ -29,13 +29,13 @@ from medvl.data.loading.sources import no_text
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms import operations
-from medvl.data.transforms.device import augment_batch, augment_images
 from medvl.data.transforms.image import (
     BuiltTransform,
     ConVIRTAugmentation,
     EvalTransform,
     Transformed,
 )
+from medvl.data.transforms.operations import augment_batch, augment_images
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
 from medvl.schema import Batch, Inputs, Sample
@@ -116,13 +116,14 @@ def with_draws(
     by its name.
     """
     drawn: dict[str, dict[str, Any]] = {}
+    draw = operations.draw
 
     def noted(operation: Any, shape: tuple[int, ...]) -> dict[str, Any]:
-        return drawn.setdefault(type(operation).__name__, operations.draw(operation, shape))
+        return drawn.setdefault(type(operation).__name__, draw(operation, shape))
 
     with (
         mock.patch("medvl.data.transforms.image.draw", noted),
-        mock.patch("medvl.data.transforms.device.draw", noted),
+        mock.patch("medvl.data.transforms.operations.draw", noted),
     ):
         return transform(pixels, np.random.default_rng(seed)), drawn
 

@@ -15,9 +15,8 @@ from helpers.errors import raises
 import medvl
 from medvl import losses
 from medvl.data import ConVIRTAugmentation, WholeText
-from medvl.data.loading.boxed_phrases import CELLS, MOST
 from medvl.data.loading.collate import Collate
-from medvl.data.loading.items import ItemMaker
+from medvl.data.loading.items import MOST_PHRASES, PHRASE_CELLS, ItemMaker
 from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError
 from medvl.models import GLoRIAConfig
@@ -95,7 +94,7 @@ def create(name: str, **settings: Any) -> Any:
 
 def boxed_batch(**fields: Any) -> Batch:
     batch = gloria_ranks.make_batch(TOKENIZER, [0, 1, 2, 3])
-    cover = torch.zeros(4, 2, CELLS, CELLS, dtype=torch.uint8)
+    cover = torch.zeros(4, 2, PHRASE_CELLS, PHRASE_CELLS, dtype=torch.uint8)
     cover[0, 0, :16, 8:20] = 255
     cover[2, 0, 20:, :8] = 255
     cover[3, 0, :, 16:] = 255
@@ -195,7 +194,7 @@ def test_boxes_move_with_the_augmented_image(channels: int) -> None:
         sides.add(boxed.text)
         grey_HW = item.image_HWC[:, :, 0].astype(float)
         shown_HW = grey_HW > (grey_HW.max() + np.median(grey_HW)) / 2
-        shown = shown_HW.reshape(CELLS, 2, CELLS, 2).mean(axis=(1, 3))
+        shown = shown_HW.reshape(PHRASE_CELLS, 2, PHRASE_CELLS, 2).mean(axis=(1, 3))
         cover = boxed.cover_HW / 255
         assert np.minimum(shown, cover).sum() / np.maximum(shown, cover).sum() > 0.75
     assert sides == {"left mass", "right mass"}
@@ -216,13 +215,13 @@ def test_hidden_boxes_are_left_out_and_many_phrases_are_drawn() -> None:
     items.append(maker(sample(many), pixels, 0))
     drawn = {tuple(each.text for each in maker(sample(many), pixels, n).phrases) for n in range(5)}
     assert len(drawn) > 1
-    assert {len(each) for each in drawn} == {MOST}
+    assert {len(each) for each in drawn} == {MOST_PHRASES}
     batch, _ = Collate(TOKENIZER, inputs)(items)
     assert batch is not None
     assert batch.phrases is not None
-    assert [len(each) for each in batch.phrases] == [1, MOST]
+    assert [len(each) for each in batch.phrases] == [1, MOST_PHRASES]
     assert batch.phrase_cover_BSHW is not None
-    assert batch.phrase_cover_BSHW.shape == (2, MOST, CELLS, CELLS)
+    assert batch.phrase_cover_BSHW.shape == (2, MOST_PHRASES, PHRASE_CELLS, PHRASE_CELLS)
     assert batch.rows([1]).phrases == batch.phrases[1:]
     with raises(ConfigError, "conflict", "image.on_device"):
         ItemMaker(ConVIRTAugmentation(size=64, on_device=True), WholeText(), (), 0, inputs)

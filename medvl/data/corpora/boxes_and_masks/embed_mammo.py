@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from medvl.common.untrusted import InputFolders
 from medvl.data.annotations import Box, read_corners
-from medvl.data.corpora.common.mammograms import (
+from medvl.data.corpora.boxes_and_masks.vindr_mammo import (
     BIRADS,
     DENSITY,
     VIEWS,

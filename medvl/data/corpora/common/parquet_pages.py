@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from medvl.common.untrusted import ANYWHERE
-from medvl.data.storage.parts import release, unpack
+from medvl.data.storage.tars import release, unpack
 from medvl.errors import CorpusError
 from medvl.schema import PackedPage
 

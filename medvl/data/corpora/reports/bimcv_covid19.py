@@ -11,8 +11,8 @@ from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts, report_text
 from medvl.data.corpora.common.tables import Plan, Record, malformed, read_table
-from medvl.data.corpora.common.translations import read_translations
 from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
+from medvl.data.corpora.reports.padchest import read_translations
 from medvl.data.privacy import Deidentifier
 from medvl.data.splits import hash_split, parse_fractions
 from medvl.schema import Sample

@@ -14,8 +14,7 @@ from helpers.mimic_files import textured
 from medvl.data.annotations import crop_regions, decode_runs, encode_runs
 from medvl.data.convert.options import ShardOptions
 from medvl.data.corpora.boxes_and_masks.embed_mammo import EmbedMammo
-from medvl.data.corpora.boxes_and_masks.vindr_mammo import VinDrMammo
-from medvl.data.corpora.common.mammograms import most_suspicious
+from medvl.data.corpora.boxes_and_masks.vindr_mammo import VinDrMammo, most_suspicious
 from medvl.data.images.read import find_foreground
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource

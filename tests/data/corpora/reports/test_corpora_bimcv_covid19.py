@@ -7,9 +7,8 @@ import pytest
 from helpers.errors import raises
 
 from medvl.common.untrusted import ANYWHERE
-from medvl.data.corpora.common.translations import detokenize, read_translations
 from medvl.data.corpora.reports.bimcv_covid19 import BimcvCovid19
-from medvl.data.corpora.reports.padchest import PadChest
+from medvl.data.corpora.reports.padchest import PadChest, detokenize, read_translations
 from medvl.data.privacy import Deidentifier
 from medvl.errors import ConfigError, CorpusError
 from medvl.phantom import write_padchest
