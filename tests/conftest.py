@@ -46,7 +46,7 @@ from medvl.eval import evaluation
 from medvl.eval.core import results as publish
 from medvl.eval.core.results import Results
 from medvl.eval.html import plots
-from medvl.phantom.layouts import masks, writer
+from medvl.phantom.layouts import kaggle, writer
 from medvl.phantom.population.world import View
 from medvl.phantom.rendering.draw import draw
 from medvl.schema import FINDINGS
@@ -231,7 +231,7 @@ def _views_are_drawn_once() -> Iterator[None]:
     """
     with (
         mock.patch.object(writer, "draw", draw_once),
-        mock.patch.object(masks, "draw", draw_once),
+        mock.patch.object(kaggle, "draw", draw_once),
     ):
         yield
 

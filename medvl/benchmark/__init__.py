@@ -33,15 +33,15 @@ if TYPE_CHECKING:
         list_benchmarks as list_benchmarks,
         read_benchmark as read_benchmark,
     )
-    from medvl.benchmark.execute import execute_run as execute_run
-    from medvl.benchmark.plan import plan_runs as plan_runs
-    from medvl.benchmark.queue import (
+    from medvl.benchmark.execute import (
         execute_locally as execute_locally,
+        execute_run as execute_run,
         execute_with_ray as execute_with_ray,
         write_slurm as write_slurm,
     )
+    from medvl.benchmark.plan import plan_runs as plan_runs
     from medvl.benchmark.settings import Plan as Plan, Run as Run
     from medvl.benchmark.store import Store as Store
-    from medvl.eval.trial import Column as Column, EvaluationConfig as EvaluationConfig
+    from medvl.eval.evaluation import Column as Column, EvaluationConfig as EvaluationConfig
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from medvl.common.config_io import from_dict, nearest
 from medvl.common.text_files import read_text
 from medvl.errors import ConfigError
-from medvl.eval.trial import Column, EvaluationConfig
+from medvl.eval.evaluation import Column, EvaluationConfig
 
 Family = Literal["dual", "fusion", "records", "report"]
 FAMILIES: tuple[Family, ...] = ("dual", "fusion", "records", "report")

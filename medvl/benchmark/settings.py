@@ -21,7 +21,7 @@ from medvl.benchmark.config import (
 from medvl.common.config_io import from_dict, nearest, to_dict
 from medvl.data import ConVIRTAugmentation
 from medvl.errors import ConfigError, MedvlError
-from medvl.eval.trial import EvaluationConfig
+from medvl.eval.evaluation import EvaluationConfig
 from medvl.models import MRM, DualEncoder, FusionModel, ReportGenerator, System, list_models, system
 from medvl.train import DataConfig, Plateau, Recipe
 from medvl.train.recipe_files import find_recipe, load_recipe_module, packaged_files

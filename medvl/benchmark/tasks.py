@@ -20,9 +20,8 @@ from medvl.benchmark.settings import Run, recipe_module, with_settings
 from medvl.common.process import sigterm_interrupts
 from medvl.errors import ERROR_CODES, EvaluationError
 from medvl.eval.core.open import RunOptions, Setup
-from medvl.eval.evaluation import Evaluation
+from medvl.eval.evaluation import Column, Evaluation, Task, Trial
 from medvl.eval.registry import EVALUATIONS
-from medvl.eval.trial import Column, Task, Trial
 from medvl.models import VisualBERT, system
 from medvl.train.recipe_files import find_recipe
 

@@ -99,7 +99,7 @@ def benchmark(
     _make_data(plan, store)
     store.write_runs(plan)
     if engine == "slurm" and any(store.state(run) == "to do" for run in plan.runs):
-        from medvl.benchmark.queue import write_slurm
+        from medvl.benchmark.execute import write_slurm
 
         submit, *scripts = write_slurm(plan, store, sbatch)
         print(
@@ -125,11 +125,11 @@ def _describe(plan: Any, store: Any, seconds: float) -> None:
 
 def _execute(plan: Any, store: Any, engine: str, jobs: int, gpus: tuple[str, ...]) -> None:
     if engine == "ray":
-        from medvl.benchmark.queue import execute_with_ray
+        from medvl.benchmark.execute import execute_with_ray
 
         execute_with_ray(plan, store, gpus_per_run=float(gpus[0]) if gpus else 0.0)
     else:
-        from medvl.benchmark.queue import execute_locally
+        from medvl.benchmark.execute import execute_locally
 
         execute_locally(plan, store, jobs=jobs, gpus=gpus)
 
@@ -165,8 +165,7 @@ def _make_data(plan: Any, store: Any) -> None:
 
 
 def _execute_alone(folder: Path) -> None:
-    from medvl.benchmark.execute import execute_run
-    from medvl.benchmark.queue import IN_USE
+    from medvl.benchmark.execute import IN_USE, execute_run
 
     try:
         done = execute_run(folder)

@@ -190,8 +190,7 @@ def before_after(
         resamples: bootstrap resamples.
         all: print all rows; by default, those that fit on one screen.
     """
-    from medvl.eval.compare.before_after import BeforeAfter
-    from medvl.eval.compare.page import format_comparison, write_comparison
+    from medvl.eval.compare.page import BeforeAfter, format_comparison, write_comparison
     from medvl.eval.core.open import RunOptions
 
     _check_alone("before-after")

@@ -66,10 +66,13 @@ if TYPE_CHECKING:
         mask_segmentation as mask_segmentation,
     )
     from medvl.eval.evaluation import (
+        Column as Column,
         Evaluation as Evaluation,
         LineResult as LineResult,
         ModelEvaluation as ModelEvaluation,
         Outcome as Outcome,
+        Task as Task,
+        Trial as Trial,
         run_evaluation as run_evaluation,
     )
     from medvl.eval.generation.distances import (
@@ -189,11 +192,6 @@ if TYPE_CHECKING:
         encoder_by_name as encoder_by_name,
         encoder_of_checkpoint as encoder_of_checkpoint,
         evaluate_text_tasks as evaluate_text_tasks,
-    )
-    from medvl.eval.trial import (
-        Column as Column,
-        Task as Task,
-        Trial as Trial,
     )
     from medvl.eval.vqa.accuracy import (
         evaluate_answers as evaluate_answers,

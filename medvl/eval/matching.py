@@ -35,7 +35,7 @@ from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure, subg
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.open import Setup
 from medvl.eval.core.results import LineFields, Lines, PageHeader, Results, WritePage, number
-from medvl.eval.evaluation import ModelEvaluation
+from medvl.eval.evaluation import Column, ModelEvaluation, Task, Trial
 from medvl.eval.html.page import (
     Card,
     Cards,
@@ -60,7 +60,6 @@ from medvl.eval.retrieval.rerank import (
     match_scores,
 )
 from medvl.eval.retrieval.similarity import encode_images, paired_similarity
-from medvl.eval.trial import Column, Task, Trial
 from medvl.models.base import System, evaluating
 from medvl.models.downstream.retrieval import RetrievalModel
 from medvl.models.dual_encoders.bases.base import DualEncoder

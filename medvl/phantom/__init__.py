@@ -37,12 +37,6 @@ if TYPE_CHECKING:
         write_pmc_vqa as write_pmc_vqa,
         write_rexvqa as write_rexvqa,
     )
-    from medvl.phantom.layouts.ct_corpora import (
-        write_ct_rate as write_ct_rate,
-        write_inspect as write_inspect,
-        write_merlin as write_merlin,
-        write_rad_chestct as write_rad_chestct,
-    )
     from medvl.phantom.layouts.dicom_writer import dicom_bytes as dicom_bytes
     from medvl.phantom.layouts.figures import (
         write_medicat as write_medicat,
@@ -52,7 +46,11 @@ if TYPE_CHECKING:
         write_chest_imagenome as write_chest_imagenome,
         write_padchest_gr as write_padchest_gr,
     )
-    from medvl.phantom.layouts.kaggle import write_rsna as write_rsna, write_siim as write_siim
+    from medvl.phantom.layouts.kaggle import (
+        write_qata as write_qata,
+        write_rsna as write_rsna,
+        write_siim as write_siim,
+    )
     from medvl.phantom.layouts.labels import (
         write_chexpert as write_chexpert,
         write_ms_cxr_t as write_ms_cxr_t,
@@ -61,18 +59,18 @@ if TYPE_CHECKING:
         write_embed_mammo as write_embed_mammo,
         write_vindr_mammo as write_vindr_mammo,
     )
-    from medvl.phantom.layouts.masks import write_qata as write_qata
-    from medvl.phantom.layouts.mimic_questions import (
+    from medvl.phantom.layouts.questions import (
         write_cxr_qba as write_cxr_qba,
         write_diff_vqa as write_diff_vqa,
         write_gemex as write_gemex,
         write_mimic_cxr_vqa as write_mimic_cxr_vqa,
-    )
-    from medvl.phantom.layouts.questions import (
         write_slake as write_slake,
         write_vqa_rad as write_vqa_rad,
     )
     from medvl.phantom.layouts.report_tables import (
+        write_bimcv_covid19 as write_bimcv_covid19,
+        write_brax as write_brax,
+        write_candid_ptx as write_candid_ptx,
         write_chexpert_plus as write_chexpert_plus,
         write_rexgradient as write_rexgradient,
     )
@@ -82,20 +80,22 @@ if TYPE_CHECKING:
         write_openi as write_openi,
         write_padchest as write_padchest,
     )
-    from medvl.phantom.layouts.small_sets import (
-        write_bimcv_covid19 as write_bimcv_covid19,
-        write_brax as write_brax,
-        write_candid_ptx as write_candid_ptx,
-    )
     from medvl.phantom.layouts.umls import write_umls as write_umls
-    from medvl.phantom.layouts.volumes import write_volumes as write_volumes
+    from medvl.phantom.layouts.volumes import (
+        write_ct_rate as write_ct_rate,
+        write_inspect as write_inspect,
+        write_merlin as write_merlin,
+        write_rad_chestct as write_rad_chestct,
+        write_volumes as write_volumes,
+    )
     from medvl.phantom.layouts.writer import read_truth as read_truth, split_of as split_of
     from medvl.phantom.population.findings import Finding as Finding, Part as Part
-    from medvl.phantom.population.slices import Slice as Slice, sample_slice as sample_slice
     from medvl.phantom.population.volumes import (
         ChestCT as ChestCT,
         CTFinding as CTFinding,
+        Slice as Slice,
         sample_chest_ct as sample_chest_ct,
+        sample_slice as sample_slice,
     )
     from medvl.phantom.population.world import (
         Patient as Patient,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from medvl.benchmark import Plan, Store, plan_runs, queue, read_benchmark
+from medvl.benchmark import Plan, Store, execute, plan_runs, read_benchmark
 from medvl.benchmark.settings import Run
 from medvl.benchmark.store import FAILURE
 from medvl.cli import benchmark as command
@@ -59,7 +59,7 @@ class Benchmark:
         self.runs = {run.name: run for run in self.plan.runs}
         self.endings: dict[str, str] = {}
         self.started: list[str] = []
-        monkeypatch.setattr(queue, "run_command_line", self._command_line)
+        monkeypatch.setattr(execute, "run_command_line", self._command_line)
         monkeypatch.setattr(command, "_make_data", lambda plan, store: None)
 
     def _command_line(self, folder: Path) -> list[str]:
@@ -165,5 +165,5 @@ def test_failure_that_a_process_records_is_kept(benchmark: Benchmark) -> None:
     run: Run = benchmark.runs["convirt"]
     benchmark.store.write_runs(benchmark.plan)
     (benchmark.store.folder(run) / FAILURE).write_text(json.dumps({"error": "the loss is NaN"}))
-    queue._record_end(run, benchmark.store, 1)
+    execute._record_end(run, benchmark.store, 1)
     assert benchmark.reason("convirt") == "the loss is NaN"

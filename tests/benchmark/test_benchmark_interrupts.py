@@ -12,7 +12,7 @@ import pytest
 from helpers.benchmark_plans import write_plan
 from helpers.errors import raises
 
-from medvl.benchmark import CorpusConfig, Plan, Store, execute, execute_locally, queue
+from medvl.benchmark import CorpusConfig, Plan, Store, execute, execute_locally
 from medvl.benchmark.config import MakeStep
 from medvl.benchmark.corpora import make_corpus, missing_steps
 from medvl.benchmark.store import COST, Refusal, read_evaluation
@@ -45,7 +45,7 @@ def test_processes_of_runs_do_not_receive_ctrl_c_themselves(
     """
     plan, store = planned
     monkeypatch.setattr(
-        queue, "run_command_line", lambda folder: [sys.executable, "-c", PRINT_BLOCKED]
+        execute, "run_command_line", lambda folder: [sys.executable, "-c", PRINT_BLOCKED]
     )
     execute_locally(plan, store, report=lambda line: None)
     assert (store.folder(plan.runs[0]) / "log.txt").read_text() == "True\n"

@@ -10,9 +10,8 @@ import pytest
 from helpers.benchmark_plans import write_plan
 from helpers.errors import raises
 
-from medvl.benchmark import Plan, Store, execute, execute_locally, queue, tasks
-from medvl.benchmark.execute import settings_of
-from medvl.benchmark.queue import execute_with_ray
+from medvl.benchmark import Plan, Store, execute, execute_locally, tasks
+from medvl.benchmark.execute import execute_with_ray, settings_of
 from medvl.benchmark.store import COST, FAILURE, Refusal, read_evaluation
 from medvl.errors import ConfigError
 from medvl.eval import Results
@@ -58,7 +57,7 @@ def test_a_run_fails_with_those_that_it_starts_from(
     for name in present:
         (store.folder(convirt) / name).write_text('{"error": "out of memory"}')
     started: list[str] = []
-    monkeypatch.setattr(queue, "execute_run", lambda folder: started.append(names[folder]))
+    monkeypatch.setattr(execute, "execute_run", lambda folder: started.append(names[folder]))
     execute_locally(plan, store, jobs=0, report=lambda line: None)
     assert [name for name in started if name != "convirt"] == executed
     assert {run.name for run in plan.runs if store.state(run) == "failed"} == failed
@@ -154,7 +153,7 @@ def test_a_run_that_another_process_executes_does_not_fail_on_ray(
         is_initialized=lambda: True,
         remote=lambda **_: lambda _: SimpleNamespace(remote=lambda command, folder: folder),
         wait=lambda left: (left[:1], left[1:]),
-        get=lambda ended: queue.IN_USE,
+        get=lambda ended: execute.IN_USE,
     )
     monkeypatch.setitem(sys.modules, "ray", ray)
     execute_with_ray(plan, store, report=lambda line: None)

@@ -5,11 +5,11 @@ from unittest import mock
 
 import pytest
 
-from medvl.phantom.layouts import masks, writer
+from medvl.phantom.layouts import kaggle, writer
 from medvl.phantom.rendering.draw import draw
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _views_are_drawn() -> Iterator[None]:
-    with mock.patch.object(writer, "draw", draw), mock.patch.object(masks, "draw", draw):
+    with mock.patch.object(writer, "draw", draw), mock.patch.object(kaggle, "draw", draw):
         yield

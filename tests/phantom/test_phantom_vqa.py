@@ -17,7 +17,7 @@ from medvl.phantom import World, sample_slice, vqa_images, write_slake, write_vq
 from medvl.phantom.language.lexicon import NAMES
 from medvl.phantom.language.vqa import KINDS, balanced_rows
 from medvl.phantom.layouts.questions import CANDIDATES
-from medvl.phantom.population.slices import MODALITIES, ORGANS
+from medvl.phantom.population.volumes import MODALITIES, ORGANS
 from medvl.phantom.rendering.draw import _TISSUES, draw_slice
 
 PATIENTS, SIZE = 120, 48

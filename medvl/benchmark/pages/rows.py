@@ -14,7 +14,7 @@ from medvl.benchmark.tasks import columns_of
 from medvl.common.config_io import nearest
 from medvl.eval import MetricRow, Results
 from medvl.eval.core.results import SUMMARY_TARGETS
-from medvl.eval.trial import Column
+from medvl.eval.evaluation import Column
 
 RowName = tuple[str, str, str]
 """Metric, target and subgroup of a row."""

@@ -23,7 +23,7 @@ from medvl.eval.change.protocol import (
 from medvl.eval.core.metric_rows import MetricGroup
 from medvl.eval.core.open import Setup
 from medvl.eval.core.results import LineFields, Lines, PageHeader, Results, WritePage, number
-from medvl.eval.evaluation import ModelEvaluation
+from medvl.eval.evaluation import Column, ModelEvaluation, Task, Trial
 from medvl.eval.html.page import (
     Page,
     Picture,
@@ -38,7 +38,6 @@ from medvl.eval.html.page import (
 )
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.registry import register_evaluation
-from medvl.eval.trial import Column, Task, Trial
 from medvl.models.downstream.classifier import ChangeClassifier
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.schema import CHANGES, Inputs

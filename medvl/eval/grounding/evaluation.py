@@ -25,7 +25,7 @@ from medvl.eval.core.results import (
     format_table,
     number,
 )
-from medvl.eval.evaluation import ModelEvaluation
+from medvl.eval.evaluation import Column, ModelEvaluation, Task, Trial
 from medvl.eval.grounding.generalized import (
     PROTOCOL as GENERALIZED,
     GeneralizedResult,
@@ -44,7 +44,6 @@ from medvl.eval.html import page as html, tables
 from medvl.eval.html.page import header_facts, headline
 from medvl.eval.html.plots import color_ends, draw_map, mark_peak
 from medvl.eval.registry import register_evaluation
-from medvl.eval.trial import Column, Task, Trial
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.dual_encoders.kad import KAD
 from medvl.models.dual_encoders.mavl import MAVL

@@ -22,7 +22,7 @@ from medvl.eval.core.results import (
     checkpoint_sha256,
     classes_of_lines,
 )
-from medvl.eval.evaluation import Evaluation, Outcome
+from medvl.eval.evaluation import MEAN, Column, Evaluation, EvaluationConfig, Outcome, Task, Trial
 from medvl.eval.html.page import Page, Pixels, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.probing.features import (
@@ -39,7 +39,6 @@ from medvl.eval.probing.protocol import (
     suffix,
 )
 from medvl.eval.registry import register_evaluation
-from medvl.eval.trial import MEAN, Column, EvaluationConfig, Task, Trial
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.fusion_encoders.mrm import MRM

@@ -53,7 +53,7 @@ from medvl.eval.core.results import (
     classes_of_lines,
     format_table,
 )
-from medvl.eval.evaluation import Evaluation, Outcome
+from medvl.eval.evaluation import MEAN, Column, Evaluation, Outcome, Task, Trial
 from medvl.eval.html.page import Page, Pixels, headline, write_page
 from medvl.eval.probing.evaluation import (
     ENCODERS,
@@ -70,7 +70,6 @@ from medvl.eval.probing.protocol import (
     over_runs,
 )
 from medvl.eval.registry import register_evaluation
-from medvl.eval.trial import MEAN, Column, Task, Trial
 
 PROTOCOL = "neighbours"
 PROTOCOL_VERSION = 1

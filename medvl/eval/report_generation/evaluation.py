@@ -20,7 +20,7 @@ from medvl.eval.core.full_pass import input_hashes
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics
 from medvl.eval.core.open import OutputOptions, Setup
 from medvl.eval.core.results import LineFields, Lines, OutputFolder, PageHeader, Results, number
-from medvl.eval.evaluation import Evaluation, Outcome
+from medvl.eval.evaluation import Column, Evaluation, Outcome, Task, Trial
 from medvl.eval.html.page import Card, Cards, Deck, Page, header_facts, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.registry import register_evaluation
@@ -62,7 +62,6 @@ from medvl.eval.report_generation.rexrank import (
     study_reports,
     write_rexrank,
 )
-from medvl.eval.trial import Column, Task, Trial
 from medvl.models.fusion_encoders.medvill import MedViLL
 from medvl.models.report_generators.base import ReportGenerator
 from medvl.models.text_decoding import Decoding

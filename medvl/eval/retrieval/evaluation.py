@@ -27,7 +27,7 @@ from medvl.eval.core.results import (
     format_table,
     number,
 )
-from medvl.eval.evaluation import Evaluation, ModelEvaluation, Outcome
+from medvl.eval.evaluation import Column, Evaluation, ModelEvaluation, Outcome, Task, Trial
 from medvl.eval.html import page as html, plots, tables
 from medvl.eval.html.page import Page, hashed, header_facts, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
@@ -42,7 +42,6 @@ from medvl.eval.retrieval.by_class import (
 from medvl.eval.retrieval.candidate_lists import RetrievalList
 from medvl.eval.retrieval.image_text import NearestCandidates, RetrievalExamples, RetrievalResult
 from medvl.eval.retrieval.rerank import ShortlistModel
-from medvl.eval.trial import Column, Task, Trial
 from medvl.models.base import System
 from medvl.models.downstream.retrieval import RetrievalModel
 from medvl.models.dual_encoders.bases.base import DualEncoder

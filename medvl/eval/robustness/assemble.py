@@ -30,7 +30,7 @@ from medvl.eval.core.metrics import (
     ranked_columns,
 )
 from medvl.eval.robustness.image_versions import Version
-from medvl.eval.robustness.passes import Scores
+from medvl.eval.robustness.scorers import Scores
 from medvl.eval.zero_shot_classification.calibration import Calibration
 
 # Metric groups of the robustness tests; `medvl.eval.robustness.protocol` defines the metrics.

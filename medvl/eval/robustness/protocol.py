@@ -63,8 +63,14 @@ from medvl.eval.robustness.image_versions import (
     corruption_versions,
     made_up_versions,
 )
-from medvl.eval.robustness.passes import OpenLoader, Scores, score_everything
-from medvl.eval.robustness.scorers import ProbeScorer, Scorer, make_scorer
+from medvl.eval.robustness.scorers import (
+    OpenLoader,
+    ProbeScorer,
+    Scorer,
+    Scores,
+    make_scorer,
+    score_everything,
+)
 from medvl.eval.zero_shot_classification.calibration import Calibration
 from medvl.eval.zero_shot_classification.prompts import PromptSet, default_prompts, load_prompts
 from medvl.models.base import System, evaluating

@@ -27,7 +27,7 @@ from medvl.eval.core.results import (
     format_value,
     number,
 )
-from medvl.eval.evaluation import Evaluation, Outcome
+from medvl.eval.evaluation import Column, Evaluation, Outcome, Task, Trial
 from medvl.eval.html import plots
 from medvl.eval.html.page import (
     Page,
@@ -43,7 +43,6 @@ from medvl.eval.html.page import (
 )
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.registry import register_evaluation
-from medvl.eval.trial import Column, Task, Trial
 from medvl.eval.vqa.accuracy import (
     ACCURACY,
     CEILING,

@@ -23,11 +23,10 @@ from medvl.eval.core.full_pass import check_disjoint_patients
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, subgroups_of
 from medvl.eval.core.open import Setup
 from medvl.eval.core.results import LineFields, Lines, Results
-from medvl.eval.evaluation import LineResult, ModelEvaluation
+from medvl.eval.evaluation import Column, LineResult, ModelEvaluation, Task, Trial
 from medvl.eval.html.page import Section
 from medvl.eval.html.tables import Table, metric_cell
 from medvl.eval.registry import register_evaluation
-from medvl.eval.trial import Column, Task, Trial
 from medvl.eval.vqa.choice_metrics import (
     ACCURACY,
     BASELINES,

@@ -10,10 +10,9 @@ from medvl.eval.classification.scored_images import (
 )
 from medvl.eval.core.open import SLICES, OutputOptions, Setup, load_ensemble, shown_pixels
 from medvl.eval.core.results import OutputFolder, PageHeader, classes_of_lines
-from medvl.eval.evaluation import Evaluation, Outcome
+from medvl.eval.evaluation import MEAN, Column, Evaluation, Outcome, Task, Trial
 from medvl.eval.html.page import Page, Pixels, hashed, write_page
 from medvl.eval.registry import register_evaluation
-from medvl.eval.trial import MEAN, Column, Task, Trial
 from medvl.eval.zero_shot_classification.prompts import (
     default_prompts,
     load_prompts,

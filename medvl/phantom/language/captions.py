@@ -12,7 +12,7 @@ import numpy as np
 from medvl.phantom.language import lexicon
 from medvl.phantom.language.reports import pick, realize, template_form, template_slots
 from medvl.phantom.population.findings import Finding
-from medvl.phantom.population.slices import Slice, sample_slice
+from medvl.phantom.population.volumes import Slice, sample_slice
 from medvl.phantom.population.world import Patient, Study, View, generator
 
 VIEWS = {

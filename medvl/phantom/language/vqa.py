@@ -17,7 +17,7 @@ import numpy as np
 from medvl.phantom.language.lexicon import NAMES
 from medvl.phantom.language.reports import pick
 from medvl.phantom.population.findings import Finding, truth_labels
-from medvl.phantom.population.slices import ORGANS, Slice, sample_slice
+from medvl.phantom.population.volumes import ORGANS, Slice, sample_slice
 from medvl.phantom.population.world import Patient, View, generator
 
 KINDS = ("modality", "plane", "organ", "presence", "laterality", "severity", "count", "size")

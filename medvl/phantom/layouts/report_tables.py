@@ -1,22 +1,33 @@
-"""The phantom corpus in the layouts of CheXpert Plus and ReXGradient-160K."""
+"""The phantom corpus in the layouts of CheXpert Plus, ReXGradient-160K, BRAX, CANDID-PTX and
+BIMCV-COVID19+.
+"""
 
+import functools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from medvl.phantom.language.reports import compose_report
+from medvl.phantom.layouts.kaggle import REFERENCE_SIZE, plain_dicom, square_frontal_views, uid
 from medvl.phantom.layouts.labels import CHEXPERT_LABELS
+from medvl.phantom.layouts.reports import spanish_report, tokens
 from medvl.phantom.layouts.writer import (
     Form,
     Options,
     PatientRows,
+    label_cells,
     truth_row,
     write_file,
     write_release,
     write_view,
 )
 from medvl.phantom.population.world import Patient, Study, View
-from medvl.phantom.rendering.scene import encode_deep_png, encode_png
+from medvl.phantom.rendering.findings import part_masks
+from medvl.phantom.rendering.scene import encode_deep_png, encode_jpeg, encode_png
 
 # The phantom corpus in the layout of CheXpert Plus (2024).
 
@@ -201,3 +212,201 @@ def _rexgradient_entry(
         "ImageModality": ["DX"] * len(paths),
         "ImageBodyPart": ["CHEST"] * len(paths),
     }
+
+
+# The phantom corpus in the layout of BRAX 1.1.0: PNG files and one table.
+
+BRAX_TABLE = "master_spreadsheet_update.csv"
+BRAX_COLUMNS = (
+    "DicomPath", "PngPath", "PatientID", "PatientSex", "PatientAge", "AccessionNumber", "StudyDate",
+    *CHEXPERT_LABELS, "ViewPosition", "Rows", "Columns", "Manufacturer",
+)  # fmt: skip
+_BRAX_VIEWS = {"LATERAL": "L", "LL": "L"}
+_BIN = 5
+"""Years of a bin of ages."""
+
+
+def write_brax(
+    out: Path | str,
+    *,
+    patients: int = 400,
+    seed: int = 0,
+    size: int = 512,
+    workers: int | None = None,
+) -> Path:
+    """Write a phantom BRAX: its table, and PNG files in `images/`.
+
+    All views of each study are written; labels come from the reports, as in `write_chexpert`. Ages
+    are in bins of five years. Accession numbers count a patient's studies, so patients share them.
+    Each fifth patient has no view.
+
+    The arguments and the errors are those of `write_mimic_cxr`. Returns the folder.
+    """
+    options = _options("brax", patients, seed, size)
+    return write_release(
+        Path(out), options, _write_brax_patient, {BRAX_TABLE: BRAX_COLUMNS}, workers
+    )
+
+
+def _options(corpus: str, patients: int, seed: int, size: int) -> Options:
+    """Return the options of a release without splits."""
+    shares = (1.0, 0.0, 0.0)
+    return Options(
+        corpus=corpus, patients=patients, seed=seed, size=size, split=shares, reports=True
+    )
+
+
+def _write_brax_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
+    rows: list[list[object]] = []
+    truth = []
+    for number, study in enumerate(patient.studies, 1):
+        labels = compose_report(study).labels
+        for view in study.views:
+            name = f"id_{patient.subject_id}/Study_{number}/Series_1/image-{view.dicom_id}"
+            path = Path("images", f"{name}.png")
+            write_view(root / path, view, options.size, encode_png)
+            low = study.age // _BIN * _BIN
+            cells: dict[str, object] = {
+                "DicomPath": f"Anonymized_DICOMs/{name}.dcm",
+                "PngPath": path.as_posix(),
+                "PatientID": f"id_{patient.subject_id}",
+                "PatientSex": study.sex,
+                "PatientAge": f"{low}-{low + _BIN - 1}",
+                "AccessionNumber": number,
+                "StudyDate": study.taken.strftime("%Y%m%d"),
+                "ViewPosition": _BRAX_VIEWS.get(view.position, view.position)
+                if patient.index % 5
+                else "",
+                **dict(zip(CHEXPERT_LABELS, label_cells(labels, CHEXPERT_LABELS), strict=True)),
+            }
+            rows.append([cells.get(column, "") for column in BRAX_COLUMNS])
+            truth.append(truth_row(view, study, options.size, path=path.as_posix()))
+    return PatientRows(patient.index, {BRAX_TABLE: rows}, truth)
+
+
+# The phantom corpus in the layout of CANDID-PTX (2021): reports and run-length masks.
+
+CANDID_TABLES = {
+    "Pneumothorax_reports.csv": ("SOPInstanceUID", "StudyInstanceUID", "Report", "EncodedPixels"),
+    "chest_tube.csv": ("anon_SOPUID", "annotation_ref", "mask_rle"),
+    "Rib_fracture_mask_rle.csv": ("anon_SOPUID", "annotation_ref", "mask_rle"),
+}
+CANDID_KINDS = {"chest tube": "chest_tube.csv", "rib": "Rib_fracture_mask_rle.csv"}
+"""Kind of a part -> table of its masks."""
+
+
+def write_candid_ptx(
+    out: Path | str,
+    *,
+    patients: int = 400,
+    seed: int = 0,
+    size: int = 512,
+    workers: int | None = None,
+) -> Path:
+    """Write a phantom CANDID-PTX: its three tables, and JPEG or DICOM images in `dataset/`.
+
+    There is one frontal image of each study, with a row for the upper and the lower half of every
+    part of a pneumothorax, or one row without a mask. Chest tubes and rib fractures have masks in
+    tables of their own. Masks are starts and lengths in images of 1024 x 1024 pixels, by column and
+    counted from 1. The images of each fourth patient are DICOM files without a suffix.
+
+    Each patient has 2.3 images on average. The arguments and the errors are those of
+    `write_mimic_cxr`. Returns the folder.
+    """
+    options = _options("candid-ptx", patients, seed, size)
+    return write_release(Path(out), options, _write_candid_patient, CANDID_TABLES, workers)
+
+
+def _write_candid_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
+    tables: dict[str, list[list[object]]] = {name: [] for name in CANDID_TABLES}
+    truth = []
+    for study, view in square_frontal_views(patient):
+        name = str(uid(view))
+        as_dicom = not patient.index % 4
+        path = Path("dataset", name if as_dicom else f"{name}.jpg")
+        encode = functools.partial(plain_dicom, name, study, view) if as_dicom else encode_jpeg
+        write_view(root / path, view, options.size, encode)
+        ids = [name, f"2.25.{study.study_id}", compose_report(study).text]
+        masks = []
+        for label, part, mask_HW in part_masks(view, REFERENCE_SIZE):
+            if label == "Pneumothorax":
+                masks += [encode_starts(piece_HW) for piece_HW in _halves(mask_HW > 0)]
+            elif part.kind in CANDID_KINDS:
+                runs = encode_starts(mask_HW > 0)
+                tables[CANDID_KINDS[part.kind]].append([name, "A1", runs])
+        tables["Pneumothorax_reports.csv"] += [[*ids, runs] for runs in masks or ["-1"]]
+        truth.append(truth_row(view, study, REFERENCE_SIZE, path=path.as_posix()))
+    return PatientRows(patient.index, tables, truth)
+
+
+def _halves(mask_HW: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
+    """Return the upper and the lower half of a mask, of those that have pixels."""
+    rows_N = np.flatnonzero(mask_HW.any(axis=1))
+    upper_H1 = (np.arange(len(mask_HW)) <= rows_N.mean())[:, None]
+    return [half_HW for half_HW in (mask_HW & upper_H1, mask_HW & ~upper_H1) if half_HW.any()]
+
+
+def encode_starts(mask_HW: NDArray[np.bool_]) -> str:
+    """Return start, counted from 1, and length of every run of a mask, column by column."""
+    inside_P = np.pad(mask_HW.ravel(order="F"), 1)
+    border_2N = np.flatnonzero(np.diff(inside_P.astype(np.int8))).reshape(-1, 2)
+    starts_N, ends_N = border_2N.T
+    return " ".join(map(str, np.stack([starts_N + 1, ends_N - starts_N], axis=1).ravel().tolist()))
+
+
+# The phantom corpus in the layout of BIMCV-COVID19+ (2020): 16-bit PNG files with names as in BIDS.
+
+BIMCV_TABLE = "final_annotations.csv"
+BIMCV_ENGLISH = ("test.image.en.tok", "test.report.en.tok")
+_BIMCV_VIEWS = {"PA": "pa", "AP": "ap", "LATERAL": "ll", "LL": "ll"}
+
+
+def write_bimcv_covid19(
+    out: Path | str,
+    *,
+    patients: int = 400,
+    seed: int = 0,
+    size: int = 512,
+    workers: int | None = None,
+) -> Path:
+    """Write a phantom BIMCV-COVID19+: a table with reports in Spanish, their translations in
+    tokens, and PNG files with 12-bit values in 16 bits.
+
+    All views of each study are written, with one report for each session. The view of each third
+    patient is in the names of files only. Each seventh patient has a CT in the table. The sessions
+    of each second patient are translated.
+
+    The arguments and the errors are those of `write_mimic_cxr`. Returns the folder.
+    """
+    options = _options("bimcv-covid19", patients, seed, size)
+    columns: dict[str, Sequence[str] | Form] = {BIMCV_TABLE: ("file_path", "view", "report")}
+    columns |= dict.fromkeys(BIMCV_ENGLISH, Form.LINES)
+    return write_release(Path(out), options, _write_bimcv_patient, columns, workers)
+
+
+def _write_bimcv_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
+    tables: dict[str, list[list[object]]] = {name: [] for name in (BIMCV_TABLE, *BIMCV_ENGLISH)}
+    truth = []
+    for study in patient.studies:
+        report = spanish_report(study)
+        paths = [_bimcv_path(patient, study, view) for view in study.views]
+        for path, view in zip(paths, study.views, strict=True):
+            write_view(root / path, view, options.size, encode_deep_png)
+            shown = _BIMCV_VIEWS[view.position] if patient.index % 3 else ""
+            tables[BIMCV_TABLE].append([path.as_posix(), shown, report])
+            truth.append(truth_row(view, study, options.size, path=path.as_posix()))
+        if not patient.index % 7:
+            ct = re.sub("mod-rx|_dx", "mod-ct", paths[0].as_posix())
+            tables[BIMCV_TABLE].append([ct, "", report])
+        if not patient.index % 2:
+            images, reports = (tables[name] for name in BIMCV_ENGLISH)
+            images.append([",".join(path.as_posix() for path in paths)])
+            reports.append([tokens(compose_report(study).impression)])
+    return PatientRows(patient.index, tables, truth)
+
+
+def _bimcv_path(patient: Patient, study: Study, view: View) -> Path:
+    ids = (f"sub-S{patient.subject_id}", f"ses-E{study.study_id}")
+    number = view.key[-1] + 1
+    name = f"{'_'.join(ids)}_run-{number}_bp-chest_vp-{_BIMCV_VIEWS[view.position]}_dx.png"
+    return Path(*ids, "mod-rx", name)

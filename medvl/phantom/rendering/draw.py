@@ -11,7 +11,7 @@ from medvl.common.files import write_atomic
 from medvl.errors import ConfigError
 from medvl.phantom.geometry import Image, Points, Surface, ellipse
 from medvl.phantom.population.findings import PART_SAMPLERS, RENDERED_LABELS, SEVERITIES, Finding
-from medvl.phantom.population.slices import MODALITIES, Slice
+from medvl.phantom.population.volumes import MODALITIES, Slice
 from medvl.phantom.population.world import View, World, generator, sample_view
 from medvl.phantom.rendering.findings import boxes, draw_findings, fractured_bones
 from medvl.phantom.rendering.radiographs import frontal_scene, lateral_scene

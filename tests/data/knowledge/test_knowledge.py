@@ -26,7 +26,7 @@ from medvl.data import (
 from medvl.data.knowledge.transe import TransE, _Known, held_out, link_prediction
 from medvl.errors import ConfigError, CorpusError
 from medvl.phantom import write_umls
-from medvl.phantom.language.ontology import concepts
+from medvl.phantom.layouts.umls import concepts
 
 LUNG, EFFUSION, PLEURA, LONER, OLD = "C0000001", "C0000002", "C0000003", "C0000004", "C0000005"
 

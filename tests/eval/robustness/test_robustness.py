@@ -33,9 +33,8 @@ from medvl.eval.robustness.image_versions import (
     paraphrases,
     statements,
 )
-from medvl.eval.robustness.passes import score_everything
 from medvl.eval.robustness.protocol import RobustnessResult
-from medvl.eval.robustness.scorers import ClassifierScorer, Scorer, make_scorer
+from medvl.eval.robustness.scorers import ClassifierScorer, Scorer, make_scorer, score_everything
 from medvl.eval.zero_shot_classification.calibration import Calibration
 from medvl.eval.zero_shot_classification.prompts import load_prompts
 from medvl.models import FusionModel, create_model

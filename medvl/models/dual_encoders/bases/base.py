@@ -37,12 +37,6 @@ from medvl.models.base import (
     list_of_texts,
     stored_features,
 )
-from medvl.models.dual_encoders.bases.altered_texts import (
-    KINDS,
-    altered_kinds,
-    altered_terms,
-    embed_altered,
-)
 from medvl.models.dual_encoders.bases.maps import (
     SIDES,
     embed_maps,
@@ -50,10 +44,16 @@ from medvl.models.dual_encoders.bases.maps import (
     reads_boxes,
     reads_labels,
 )
-from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.dual_encoders.bases.pairs import (
+    ALTERED_SIDES,
+    Pairs,
+    altered_kinds,
+    altered_terms,
+    embed_altered,
+)
 from medvl.schema import Batch, Embeddings, ImageFeatures, Losses
 
-_MORE_SIDES = (*KINDS, *SIDES)
+_MORE_SIDES = (*ALTERED_SIDES, *SIDES)
 ALL = -1
 """`frozen_image_layers` for all layers."""
 Positives = Literal["own", "study", "text", "either", "labels"]

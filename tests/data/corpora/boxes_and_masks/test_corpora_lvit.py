@@ -25,8 +25,14 @@ from medvl.data.corpora.figures import melinda
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError, SplitError
 from medvl.phantom import World, masks, write_qata
-from medvl.phantom.layouts.kaggle import image_uid_hex, square_frontal_views
-from medvl.phantom.layouts.masks import describe, infection, named_zones, sample_distractors
+from medvl.phantom.layouts.kaggle import (
+    describe,
+    image_uid_hex,
+    infection,
+    named_zones,
+    sample_distractors,
+    square_frontal_views,
+)
 from medvl.phantom.layouts.writer import read_truth, workbook_bytes
 
 DEID = Deidentifier(b"0123456789abcdef")
