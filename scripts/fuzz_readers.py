@@ -382,7 +382,7 @@ def _parquet(scratch: Path) -> Reader:
     import pyarrow.parquet
 
     from medvl.common.untrusted import ANYWHERE
-    from medvl.data.corpora.common.parquet import read_parquet
+    from medvl.data.corpora.common.formats import read_parquet
     from medvl.data.corpora.questions.cxr_qba import _COLUMNS, _LIMITS
 
     valid = []

@@ -47,7 +47,7 @@ import sys
 from pathlib import Path
 
 from medvl.benchmark import read_benchmark
-from medvl.benchmark.corpora import make_corpus
+from medvl.benchmark.plan import make_corpus
 from medvl.benchmark.plan import located_corpus
 
 for corpus in read_benchmark("real-small").corpora:

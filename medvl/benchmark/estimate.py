@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from medvl.benchmark.corpora import missing_steps
 from medvl.benchmark.execute import checkpoint_of, located, prepare_run
+from medvl.benchmark.plan import missing_steps
 from medvl.benchmark.settings import Plan, Run, find_references
 from medvl.benchmark.store import COST, Cost, Store, is_evaluated, read_evaluation, read_seconds
 from medvl.benchmark.tasks import tested_folder

@@ -155,8 +155,8 @@ def _make_data(plan: Any, store: Any) -> None:
     """Create missing data of the corpora that unfinished runs need, and compare them with those
     of finished runs.
     """
-    from medvl.benchmark.corpora import make_corpus
     from medvl.benchmark.estimate import check_data
+    from medvl.benchmark.plan import make_corpus
 
     left = [run for run in plan.runs if store.state(run) == "to do"]
     for corpus in {run.corpus.name: run.corpus for run in left}.values():

@@ -76,12 +76,10 @@ if TYPE_CHECKING:
     from medvl.models.dual_encoders.bases.local import (
         LocalDualConfig as LocalDualConfig,
         LocalDualEncoder as LocalDualEncoder,
-    )
-    from medvl.models.dual_encoders.bases.pairs import Pairs as Pairs
-    from medvl.models.dual_encoders.bases.sentences import (
         SentenceDualEncoder as SentenceDualEncoder,
         pool_sentences as pool_sentences,
     )
+    from medvl.models.dual_encoders.bases.pairs import Pairs as Pairs
     from medvl.models.dual_encoders.bfspr import BFSPR as BFSPR, BFSPRConfig as BFSPRConfig
     from medvl.models.dual_encoders.biovil import (
         BioViL as BioViL,

@@ -20,10 +20,10 @@ from measure.bench import Bench
 from measure.line import Line, Report, TableRow, report
 
 from medvl.benchmark import CorpusConfig, Store, plan_runs, read_benchmark
+from medvl.benchmark.execute import prepare_run
 
 # Internals on purpose: a run and its data without the training.
-from medvl.benchmark.corpora import medvl_command
-from medvl.benchmark.execute import prepare_run
+from medvl.benchmark.plan import medvl_command
 from medvl.benchmark.settings import RUN
 from medvl.cli.main import main
 from medvl.common.process import keep_freed_memory

@@ -20,7 +20,7 @@ from medvl.benchmark import (
     read_benchmark,
 )
 from medvl.benchmark.config import MakeStep
-from medvl.benchmark.corpora import missing_steps
+from medvl.benchmark.plan import missing_steps
 from medvl.benchmark.settings import with_settings
 from medvl.benchmark.tasks import command_arguments, question_size
 from medvl.cli import main as cli

@@ -14,7 +14,7 @@ from helpers.errors import raises
 
 from medvl.benchmark import CorpusConfig, Plan, Store, execute, execute_locally
 from medvl.benchmark.config import MakeStep
-from medvl.benchmark.corpora import make_corpus, missing_steps
+from medvl.benchmark.plan import make_corpus, missing_steps
 from medvl.benchmark.store import COST, Refusal, read_evaluation
 from medvl.errors import CorpusError
 from medvl.eval import Results

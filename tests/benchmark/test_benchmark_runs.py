@@ -30,12 +30,12 @@ from medvl.benchmark import (
     write_slurm,
 )
 from medvl.benchmark.config import EvaluationConfig
-from medvl.benchmark.corpora import make_corpus
 from medvl.benchmark.estimate import _EvaluationHours, check_data, describe_plan, estimate_run
 from medvl.benchmark.execute import prepare_run
 from medvl.benchmark.pages.rows import measure_systems
 from medvl.benchmark.pages.tables import measured_cell
 from medvl.benchmark.pages.write import print_site, write_site
+from medvl.benchmark.plan import make_corpus
 from medvl.benchmark.ranks import Measured
 from medvl.benchmark.store import Cost
 from medvl.cli import main as cli

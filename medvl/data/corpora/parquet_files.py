@@ -18,7 +18,7 @@ import numpy as np
 from medvl.common.untrusted import ANYWHERE
 from medvl.data.annotations import Question
 from medvl.data.corpora.common import questions as vqa
-from medvl.data.corpora.common.parquet import (
+from medvl.data.corpora.common.formats import (
     ParquetLimits,
     check_text_lengths,
     entry_type,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.untrusted import ANYWHERE
-from medvl.data.corpora.common.parquet import (
+from medvl.data.corpora.common.formats import (
     ParquetLimits,
     check_text_lengths,
     is_text,

@@ -31,7 +31,6 @@ from medvl.eval.generation.findings import (
     findings_metrics,
 )
 from medvl.eval.generation.inputs import LoaderOptions, RealData
-from medvl.eval.generation.memorisation import SPACES, too_near_metrics
 from medvl.eval.generation.page import write_generation_page
 from medvl.eval.generation.protocol import (
     PROTOCOL,
@@ -39,7 +38,7 @@ from medvl.eval.generation.protocol import (
     GenerationOptions,
     evaluate_generation,
 )
-from medvl.eval.generation.usefulness import UseOptions
+from medvl.eval.generation.training_images import SPACES, UseOptions, too_near_metrics
 from medvl.eval.probing.features import ProbedEncoder
 from medvl.eval.registry import register_evaluation
 from medvl.models.dual_encoders.bases.base import DualEncoder

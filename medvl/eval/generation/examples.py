@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from medvl.eval.generation.inputs import ImageSet
-from medvl.eval.generation.memorisation import SPACES
 from medvl.eval.generation.protocol import RECONSTRUCTED, GenerationResult
+from medvl.eval.generation.training_images import SPACES
 from medvl.eval.html.page import Card, Cards, Choice, Deck, Picture, thumbnail_uri
 from medvl.schema import FINDINGS
 

@@ -12,8 +12,8 @@ from medvl.eval.core.results import PageHeader, format_value
 from medvl.eval.generation.examples import nearest_examples, prompt_examples
 from medvl.eval.generation.fidelity import ALL
 from medvl.eval.generation.inputs import ImageSet
-from medvl.eval.generation.memorisation import SPACES, describe_copies
 from medvl.eval.generation.protocol import RECONSTRUCTED, GenerationResult
+from medvl.eval.generation.training_images import SPACES, describe_copies
 from medvl.eval.html.page import (
     Page,
     Pictures,

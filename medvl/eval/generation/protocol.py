@@ -69,16 +69,17 @@ from medvl.eval.generation.inputs import (
     read_set,
     real_of_prompts,
 )
-from medvl.eval.generation.memorisation import (
+from medvl.eval.generation.training_images import (
     PIXEL_SIZE,
     SPACES,
     Memorisation,
+    UseOptions,
     describe_copies,
     memorisation_rows,
     real_distance_rows,
     search_copies,
+    use_rows,
 )
-from medvl.eval.generation.usefulness import UseOptions, use_rows
 from medvl.eval.probing.features import ProbedEncoder
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.schema import ConventionsName

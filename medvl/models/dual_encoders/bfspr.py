@@ -15,9 +15,8 @@ from medvl.errors import ConfigError
 from medvl.losses.common import full_precision, gather
 from medvl.losses.local.gloria import gloria_contrast
 from medvl.models.dual_encoders.bases.base import BertDualConfig, Positives
-from medvl.models.dual_encoders.bases.local import local_features
+from medvl.models.dual_encoders.bases.local import SentenceDualEncoder, local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_side
-from medvl.models.dual_encoders.bases.sentences import SentenceDualEncoder
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs, Losses
 

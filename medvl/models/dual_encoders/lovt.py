@@ -19,9 +19,10 @@ from medvl.models.dual_encoders.bases.local import (
     LocalDualEncoder,
     local_features,
     most_slots,
+    pool_sentences,
+    whole_if_none,
 )
 from medvl.models.dual_encoders.bases.pairs import Pairs
-from medvl.models.dual_encoders.bases.sentences import pool_sentences, whole_if_none
 from medvl.models.dual_encoders.parts.layers import (
     AttentionPool,
     BatchNormHead,

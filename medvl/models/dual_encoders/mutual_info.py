@@ -15,9 +15,8 @@ from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses import SeparableCritic, information_bound
 from medvl.models.dual_encoders.bases.base import BertDualConfig, Positives
-from medvl.models.dual_encoders.bases.local import local_features
+from medvl.models.dual_encoders.bases.local import SentenceDualEncoder, local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_side, negatives
-from medvl.models.dual_encoders.bases.sentences import SentenceDualEncoder
 from medvl.models.registry import register_system
 from medvl.schema import Embeddings, Inputs, Losses
 

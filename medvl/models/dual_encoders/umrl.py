@@ -20,8 +20,8 @@ from medvl.losses.common import full_precision, mean_over_ranks
 from medvl.losses.pairs.blockwise import in_share
 from medvl.models.base import EncoderArguments
 from medvl.models.dual_encoders.bases.base import BertDualConfig, DualEncoder
+from medvl.models.dual_encoders.bases.local import mean_of_sentences
 from medvl.models.dual_encoders.bases.pairs import Pairs
-from medvl.models.dual_encoders.bases.sentences import mean_of_sentences
 from medvl.models.dual_encoders.parts.layers import move_to_orthogonal
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs, Losses

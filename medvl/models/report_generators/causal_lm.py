@@ -27,21 +27,19 @@ from medvl.models.base import EncoderArguments, Parts, evaluating, stored_featur
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.registry import register_system
 from medvl.models.report_generators.base import IGNORED, ReportConfig, ReportGenerator
-from medvl.models.report_generators.parts.language import (
+from medvl.models.report_generators.parts.prefix import (
     ADAPTED,
+    encode_some,
+    insert_images,
     language_files,
     language_sha256,
     open_language,
     packed_states,
+    places,
     random_language,
     settings_of,
-    word_scores,
-)
-from medvl.models.report_generators.parts.prefix import (
-    encode_some,
-    insert_images,
-    places,
     study_images,
+    word_scores,
 )
 from medvl.models.text_decoding import Decoding
 from medvl.schema import Batch, Inputs

@@ -47,7 +47,7 @@ from medvl.data import (
     statements_of,
 )
 from medvl.data.corpora import table as own_table
-from medvl.data.corpora.common.spreadsheet import read_sheet
+from medvl.data.corpora.common.formats import read_sheet
 from medvl.data.corpora.common.tables import FREE_LINES
 from medvl.data.corpora.table import TableColumns
 from medvl.data.privacy import Deidentifier

@@ -41,10 +41,9 @@ from medvl.eval.core.results import PageHeader, write_results
 from medvl.eval.generation.fidelity import FidelityOptions
 from medvl.eval.generation.findings import Resampling
 from medvl.eval.generation.inputs import FramedSource, GeneratedSource, RealData
-from medvl.eval.generation.memorisation import describe_copies
 from medvl.eval.generation.page import write_generation_page
 from medvl.eval.generation.protocol import GenerationModels, GenerationOptions, evaluate_generation
-from medvl.eval.generation.usefulness import UseOptions
+from medvl.eval.generation.training_images import UseOptions, describe_copies
 from medvl.eval.probing.features import ProbedEncoder
 from medvl.models.checkpoint import save
 

@@ -32,7 +32,7 @@ from medvl.eval.generation.findings import (
 )
 from medvl.eval.generation.inputs import GeneratedSource, ImageSet, LoaderOptions
 from medvl.eval.generation.protocol import GenerationOptions
-from medvl.eval.generation.usefulness import UseOptions, use_rows
+from medvl.eval.generation.training_images import UseOptions, use_rows
 from medvl.eval.probing.features import FeatureTable, LinearProbe
 from medvl.schema import FINDINGS, Embeddings, Sample
 

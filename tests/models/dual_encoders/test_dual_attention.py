@@ -12,7 +12,7 @@ from helpers.errors import raises
 from torch import Tensor, nn
 
 from medvl.errors import ConfigError
-from medvl.models.dual_encoders.bases.sentences import SentencePool, pool_sentences
+from medvl.models.dual_encoders.bases.local import SentencePool, pool_sentences
 from medvl.models.dual_encoders.parts.layers import (
     AttentionPool,
     CrossAttention,

@@ -27,7 +27,7 @@ from medvl.data.transforms.text import WholeText
 from medvl.errors import CheckpointError, ConfigError, WeightsError
 from medvl.models import CausalLM, CausalLMConfig, save
 from medvl.models.checkpoint_folder import load_weights, read_weights
-from medvl.models.report_generators.parts.language import ADAPTED, assign_rows
+from medvl.models.report_generators.parts.prefix import ADAPTED, assign_rows
 from medvl.models.text_decoding import Decoding, search
 from medvl.schema import Batch
 from medvl.train import RewardConfig, RewardTask

@@ -13,9 +13,9 @@ from typing import ClassVar, Literal, get_args
 from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.figures import SplitRule, apply_split_rule
+from medvl.data.corpora.common.formats import read_sheet
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts, report_text
-from medvl.data.corpora.common.spreadsheet import read_sheet
 from medvl.data.corpora.common.tables import Plan, Record, malformed
 from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier

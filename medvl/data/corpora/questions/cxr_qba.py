@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from medvl.common.untrusted import ZIP_ERRORS, InputFolders, parse_json
 from medvl.data.annotations import Question
 from medvl.data.corpora.common import questions as vqa
-from medvl.data.corpora.common.parquet import ParquetLimits, read_parquet
+from medvl.data.corpora.common.formats import ParquetLimits, read_parquet
 from medvl.data.corpora.common.rows import RowCounts, cell_text
 from medvl.data.corpora.common.tables import Plan, find_file, malformed
 from medvl.data.corpora.questions.mimic_cxr_vqa import read_places, read_splits

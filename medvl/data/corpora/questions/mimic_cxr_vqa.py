@@ -11,7 +11,7 @@ from typing import Any
 from medvl.common.untrusted import InputFolders
 from medvl.data.annotations import Question
 from medvl.data.corpora.common import questions as vqa
-from medvl.data.corpora.common.json_entries import read_json_list
+from medvl.data.corpora.common.formats import read_json_list
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, find_suffix, malformed, read_table
 from medvl.data.corpora.registry import FileAccess, register_corpus

@@ -11,7 +11,7 @@ from typing import Any
 
 from medvl.data.annotations import Question
 from medvl.data.corpora.common import questions as vqa
-from medvl.data.corpora.common.json_entries import read_json_items
+from medvl.data.corpora.common.formats import read_json_items
 from medvl.data.corpora.common.rows import RowCounts, cell_text
 from medvl.data.corpora.common.tables import Plan, malformed
 from medvl.data.corpora.registry import FileAccess, register_corpus

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 from medvl.common.untrusted import InputFolders
-from medvl.data.corpora.common.json_entries import read_json_entries
+from medvl.data.corpora.common.formats import read_json_entries
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts, cell_text, report_text
 from medvl.data.corpora.common.tables import Plan, Record, malformed, order_studies

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from medvl.common.untrusted import InputFolders
+from medvl.data.corpora.common.formats import read_sheet
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts, cell_id, cell_label, cell_text, report_text
-from medvl.data.corpora.common.spreadsheet import read_sheet
 from medvl.data.corpora.common.tables import (
     Plan,
     Record,

@@ -19,8 +19,8 @@ from medvl.cli import main as cli
 from medvl.common.untrusted import InputFolders
 from medvl.data import Deidentifier, decode_runs
 from medvl.data.corpora.boxes_and_masks import lvit_layout
-from medvl.data.corpora.common import spreadsheet
-from medvl.data.corpora.common.spreadsheet import read_sheet
+from medvl.data.corpora.common import formats
+from medvl.data.corpora.common.formats import read_sheet
 from medvl.data.corpora.figures import melinda
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError, SplitError
@@ -266,12 +266,12 @@ def test_damaged_workbooks_are_refused(xml: str, code: str, tmp_path: Path) -> N
 
 
 def test_large_workbooks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spreadsheet, "MAX_UNPACKED_BYTES", 2000)
+    monkeypatch.setattr(formats, "MAX_UNPACKED_BYTES", 2000)
     (tmp_path / "a.xlsx").write_bytes(workbook_bytes(["Image"], [["a" * 3000]]))
     with raises(CorpusError, "too_large"):
         rows_of(tmp_path / "a.xlsx")
-    monkeypatch.setattr(spreadsheet, "MAX_UNPACKED_BYTES", 1 << 20)
-    monkeypatch.setattr(spreadsheet, "MAX_CELL_CHARACTERS", 2999)
+    monkeypatch.setattr(formats, "MAX_UNPACKED_BYTES", 1 << 20)
+    monkeypatch.setattr(formats, "MAX_CELL_CHARACTERS", 2999)
     with raises(CorpusError, "too_large"):
         rows_of(tmp_path / "a.xlsx")
 

@@ -8,7 +8,7 @@ import pytest
 from helpers.errors import raises
 
 from medvl.cli import main as cli
-from medvl.data.corpora.common import json_entries
+from medvl.data.corpora.common import formats
 from medvl.data.corpora.reports.rexgradient import ReXGradient
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import Manifest, sample_to_json
@@ -127,7 +127,7 @@ def test_entries_span_the_parts_that_are_read(
 ) -> None:
     write(tmp_path, STUDY, with_views("AP"), STUDY | {"PatientID": "PT2"})
     whole = [sample.key for sample in ReXGradient(root=tmp_path).plan(deid).iter_samples()]
-    monkeypatch.setattr(json_entries, "_CHUNK", 7)
+    monkeypatch.setattr(formats, "_CHUNK", 7)
     parts = [sample.key for sample in ReXGradient(root=tmp_path).plan(deid).iter_samples()]
     assert parts == whole
     assert len(whole) == 5
