@@ -42,6 +42,8 @@ Boxes of sentences (`--model.box-weight 1`) make its maps point, on the phantom'
         --valid shards/pgr/validate
     # pointing game, 1,121 phrases, one seed: 0.761 [0.734, 0.786], weight 0 0.467 [0.435, 0.496],
     # paired difference 0.294 [0.265, 0.327]; mean place of other patients' boxes 0.619
+    # --protocol generalized: F1 at IoU 0.5 0.286 [0.262, 0.311], weight 0 0.034 [0.024,
+    # 0.044]; phrases without a box 0.987 right, weight 0 0.971
 """
 
 import dataclasses
