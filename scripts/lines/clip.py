@@ -47,7 +47,7 @@ from medvl.train import OptimConfig, Run, TrainConfig
 
 # Internals on purpose: the benchmark times parts of the training loop alone.
 from medvl.train.doctor.examine import synchronize
-from medvl.train.loop.step import Step
+from medvl.train.loop.step import Step, against_cuda_graphs, compile_model
 from medvl.train.optim.optimizer import Precision, build_optimizer
 from medvl.train.parallel.distributed import BatchStream, RankInfo, side_stream
 from medvl.train.parallel.model import DDPModel
@@ -209,11 +209,11 @@ class Medvl:
     def __init__(self, settings: Settings, world: RankInfo) -> None:
         run = medvl_run(settings)
         self.model, self.world = run.model.to(world.device).train(), world
+        parallel = DDPModel(self.model, world)
         if settings.train.compile:
-            self.model.compile()
+            compile_model(parallel, against_cuda_graphs(parallel))
         self.optimizer = build_optimizer(self.model, settings.optim)
         self.precision = Precision(settings.train.precision, world.device)
-        parallel = DDPModel(self.model, world)
         self.step = Step(
             parallel, self.optimizer, self.precision, seed=0, clip_norm=None, channels_last=False
         )

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from medvl import losses
 from medvl.common.config_io import check_within
+from medvl.common.untraced import untraced
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, create_text_encoder
@@ -243,7 +244,7 @@ class ContrastHead(nn.Module):
         self.temperature = nn.Parameter(torch.tensor(config.temperature))
         self.queue = MomentumQueue(config.queue_size, config.projection_dim)
 
-    @torch.compiler.disable  # names are hashed on the host, and the queue grows
+    @untraced  # names are hashed on the host, and the queue grows
     def keys(self, batch: Batch, row_K: Tensor, teacher: _Pass) -> Keys:
         """Gather the teacher's embeddings of all ranks; in training mode, compare with the
         queue, and add to it.
@@ -467,7 +468,7 @@ class ALBEF(FusionModel, DualEncoder):
             alpha=ramped_alpha(steps.clamp(min=0), self.config.ramp_steps, self.config.alpha),
         )
 
-    @torch.compiler.disable  # the number of pairs depends on values
+    @untraced  # the number of pairs depends on values
     def sample_hard_pairs(
         self, batch: Batch, image_KE: Tensor, text_KE: Tensor, row_K: Tensor
     ) -> MatchingPairs:

@@ -269,7 +269,7 @@ class FSDPModel(ParallelModel):
         blocks = repeated_blocks(trained)
         for block in blocks if compile else ():
             block.compile()
-            self.compiled = "kernels"
+        self.compiled = "kernels" if compile else None
         for module in (*blocks, trained):
             fully_shard(module, mesh=mesh, ignored_params=set(self._scalars))
             for method in getattr(module, "forward_methods", ()):

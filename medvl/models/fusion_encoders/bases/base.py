@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl.common.config_io import check_choice, check_within
+from medvl.common.untraced import untraced
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform, Kernel
 from medvl.data.transforms.masked_text import TextMasking
@@ -100,9 +101,7 @@ class FusionModel(System):
     itm_head: nn.Module
     can_match: bool = True
     numbers_cells: bool = False
-    """Whether positions of an image's cells are numbers, such as rows of the words' table, that
-    change their cell with the size of the grid.
-    """
+    """Whether an image's cells have numbers as positions, which move with the grid's size."""
     masks_closing_token: bool = False
     """Whether the closing token of a text is masked like its words."""
     image_times: ImageTimes | None
@@ -164,7 +163,7 @@ class FusionModel(System):
             return losses
         return Losses(total=losses.total + zero_loss(self), terms=losses.terms)
 
-    @torch.compiler.disable  # can trace neither the CPU's generator nor the number of masked words
+    @untraced  # can trace neither the CPU's generator nor the number of masked words
     def corrupt(self, batch: Batch) -> Corruption:
         """Sample the corruption of each objective."""
         return Corruption(

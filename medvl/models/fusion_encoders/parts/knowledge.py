@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.common.config_io import check_within
+from medvl.common.untraced import untraced
 from medvl.data.knowledge.finder import EntityFinder, EntityLinker, LinkedEntities
 from medvl.data.knowledge.graph import read_knowledge
 from medvl.data.knowledge.transe import load_embeddings
@@ -288,7 +289,7 @@ class EntityHead(nn.Module):
         )
 
 
-@torch.compiler.disable  # torch.compile cannot trace the search in NumPy
+@untraced  # torch.compile cannot trace the search in NumPy
 def find_entities(
     inputs: Inputs, tokenizer: Tokenizer | None, ids_BT: Tensor, mask_BT: Tensor
 ) -> LinkedEntities:
