@@ -1,7 +1,7 @@
 """Rewards of texts against the true ones, 0 to 1.
 
     findings   F1 of present findings with their sides, read by the labeler; a sentence that repeats
-               counts as a false finding
+               counts as a false finding, and so does a finding that the text also denies
     severities F1 of present findings with a severity: mild, moderate or severe
     ngrams     mean F1 of n-grams of 1 to 4 words
     novelty    share of trigrams that do not repeat an earlier one
@@ -16,6 +16,7 @@ Give `sentences` beside `findings` or `radgraph`.
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from medvl.data.reports.radeval import open_radeval
 from medvl.data.reports.sentences import split_sentences
 from medvl.encoders import create_text_encoder
 from medvl.errors import ConfigError
-from medvl.schema import POSITIVE
+from medvl.schema import NEGATIVE, POSITIVE
 
 _NGRAM = 3
 _ORDERS = 4
@@ -39,21 +40,24 @@ Reward = Callable[[str, str], float]
 
 
 def findings_reward(text: str, reference: str) -> float:
-    """Return the F1 of present findings with their sides, where repeated sentences are false.
+    """Return the F1 of present findings with their sides, less repetition and contradiction.
 
-        2 |A and B| / (|A| + |B| + repeats)
+        2 |(A and B) without C| / (|A| + |B| + repeats)
 
     A and B are the (finding, side) that the text and the reference assert, read by the labeler, or
     {no finding} for one that asserts none. A denied finding is never present, and a side that only
-    one text names is another finding. `repeats` counts the sentences of the text whose words, or
-    all of whose present findings, it had before: as often as the reference has them, at least once.
-    Without it a finding that is right is free to be written again, in the same or in other words.
+    one text names is another finding.
+
+    `repeats` counts the sentences of the text whose words, or all of whose present findings, it had
+    before: as often as the reference has them, at least once. C are those of A that the text, and
+    not the reference, also denies, without a side or on the same side. Otherwise it is free to
+    write a right finding again, or to append findings to a normal report.
     """
     ours, theirs = _statements(text), _statements(reference)
     present = _findings(ours) or _NOTHING
     expected = _findings(theirs) or _NOTHING
-    total = len(present) + len(expected) + _repeats(ours, theirs)
-    return 2 * len(present & expected) / total
+    right = (present & expected) - (_contradictions(ours) - _contradictions(theirs))
+    return 2 * len(right) / (len(present) + len(expected) + _repeats(ours, theirs))
 
 
 def severities_reward(text: str, reference: str) -> float:
@@ -63,8 +67,8 @@ def severities_reward(text: str, reference: str) -> float:
     ours, theirs = (
         frozenset(
             (finding, severity)
-            for _, asserted in _statements(each)
-            for finding, _, severity in asserted
+            for statement in _statements(each)
+            for finding, _, severity in statement.asserted
             if severity
         )
         for each in (text, reference)
@@ -190,52 +194,70 @@ def text_rewards(
 
 
 Words = tuple[str, ...]
-Asserted = frozenset[tuple[str, str, str]]
-"""(finding, side, severity) that a sentence asserts; "" for no side or severity."""
+Findings = frozenset[tuple[str, str]]
+"""(finding, side), "" for no side."""
+
+
+class Statement(NamedTuple):
+    """What a sentence says."""
+
+    words: Words
+    asserted: frozenset[tuple[str, str, str]]
+    """(finding, side, severity) of present findings, "" for no side or severity."""
+    denied: Findings
 
 
 @functools.lru_cache(_TEXTS)
-def _statements(text: str) -> tuple[tuple[Words, Asserted], ...]:
-    """Return the words of each statement of a text, and what it asserts."""
+def _statements(text: str) -> tuple[Statement, ...]:
     # Few runs train on rewards, so that most import no labeler.
     from medvl.data.reports.labeler import sentence_runs
 
     sentences = split_sentences(text)
     runs = (" ".join(sentences[first:end]) for first, end in sentence_runs(sentences))
-    return tuple((_words(each), _asserted(each)) for each in runs if _words(each))
+    return tuple(_statement(each) for each in runs if _words(each))
 
 
 @functools.lru_cache(_SENTENCES)
-def _asserted(sentence: str) -> Asserted:
+def _statement(sentence: str) -> Statement:
     from medvl.data.reports.labeler import find_mentions
     from medvl.data.reports.statements import places_of, severities_of
 
     mentions = find_mentions(sentence)
-    read = zip(mentions, places_of(mentions), severities_of(mentions), strict=True)
-    return frozenset(
-        (mention.finding, " ".join(sides), severity)
-        for mention, (sides, _), severity in read
-        if mention.value == POSITIVE
+    found = [
+        (mention.value, mention.finding, " ".join(sides), severity)
+        for mention, (sides, _), severity in zip(
+            mentions, places_of(mentions), severities_of(mentions), strict=True
+        )
+    ]
+    return Statement(
+        _words(sentence),
+        frozenset(each[1:] for each in found if each[0] == POSITIVE),
+        frozenset(each[1:3] for each in found if each[0] == NEGATIVE),
     )
 
 
-def _findings(statements: Iterable[tuple[Words, Asserted]]) -> frozenset[tuple[str, str]]:
-    """Return the (finding, side) that statements assert."""
-    return frozenset(found[:2] for _, asserted in statements for found in asserted)
+def _findings(statements: Iterable[Statement]) -> Findings:
+    """Return what statements assert, without severities."""
+    return frozenset(found[:2] for each in statements for found in each.asserted)
 
 
-def _repeats(
-    ours: Sequence[tuple[Words, Asserted]], theirs: Sequence[tuple[Words, Asserted]]
-) -> int:
+def _contradictions(statements: Sequence[Statement]) -> Findings:
+    """Return what statements assert and also deny, without a side or on the same side."""
+    denied = frozenset(found for each in statements for found in each.denied)
+    present = _findings(statements)
+    return frozenset(each for each in present if each in denied or (each[0], "") in denied)
+
+
+def _repeats(ours: Sequence[Statement], theirs: Sequence[Statement]) -> int:
     """Return how many statements of a text repeat earlier ones more often than the reference."""
-    allowed = Counter(key for each in theirs for key in (each[0], *_findings([each])))
+    allowed = Counter(key for each in theirs for key in (each.words, *_findings([each])))
     seen: Counter[Words] = Counter()
     repeats = 0
     for each in ours:
-        words, present = each[0], _findings([each])
-        is_new = [seen[key] < max(1, allowed[key]) for key in (words, *present)]
+        present = _findings([each])
+        is_new = [seen[key] < max(1, allowed[key]) for key in (each.words, *present)]
         repeats += not is_new[0] or (bool(present) and not any(is_new[1:]))
-        seen.update((words, *present))
+        seen.update((each.words, *present))
     return repeats
 
 

@@ -47,6 +47,8 @@ ADVERSARIAL = {
     "Left pleural effusion. " * 8: (2 / (2 + 7), False, False),
     "Small left pleural effusion. There is a left effusion.": (2 / (2 + 1), False, True),
     "Small left pleural effusion. No pneumothorax. No pneumothorax.": (2 / (2 + 1), True, True),
+    "No pleural effusion. No pneumothorax. Left effusion.": (0.0, False, True),
+    "No right pleural effusion. No pneumothorax. Left effusion.": (1.0, False, True),
     "Bilateral pleural effusion.": (0.0, False, True),
     "Edema. Pneumonia. Fracture. Left pleural effusion.": (0.4, False, True),
     NORMAL: (0.0, False, True),
@@ -107,6 +109,8 @@ def test_sentences_may_repeat_as_often_as_in_the_reference() -> None:
     assert findings(f"{impression} Left effusion.", impression) == 2 / (2 + 1)
     assert findings(f"{NORMAL} The lungs are clear.", NORMAL) == 2 / (2 + 1)
     assert findings("Edema. Edema.", NORMAL) == 0
+    limited = "No large effusion. Trace left effusion."
+    assert findings(limited, limited) == 1  # the reference has this contradiction
 
 
 def test_severities_are_those_of_present_findings() -> None:
