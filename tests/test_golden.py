@@ -59,7 +59,7 @@ FUSION = (
     *("vilt_mimic", "albef_roco_medicat", "m2i2_clef", "mumc_figures", "ptunifier_figures"),
     *("uniter_mimic", "lxmert_mimic", "arl_mimic", "berthop_openi", "mixed_mimic"),
 )
-SHORT = (*FUSION, *STATEMENTS)
+SHORT = (*FUSION, *STATEMENTS, "colipri_ct_rate")
 """Recipes whose first five losses are enough: they are built of parts that the others have as
 well.
 """
