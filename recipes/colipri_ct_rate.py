@@ -25,6 +25,9 @@ phantom:
     medvl train colipri_ct_rate tiny
     medvl eval zero-shot --checkpoint colipri-run/best --data ct-rate-shards/test \\
         --prompts phantom_ct
+
+On 600 scans of 400 patients, after four minutes on one core: mean AUROC 0.640 [0.625, 0.656]; 1.000
+for cardiomegaly, 0.981 for pericardial effusions, and chance for the other five findings.
 """
 
 from pathlib import Path
