@@ -15,11 +15,14 @@ Presets `tiny` change the settings in `quickstart.py` with `dataclasses.replace`
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from medvl.common.label_names import named_as
+from medvl.errors import ConfigError
 from medvl.models.base import SystemConfig, TowersConfig
+from medvl.schema import COMPETITION_FINDINGS
 from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.tasks.pretraining import DataConfig, LoaderConfig
 
@@ -27,6 +30,9 @@ if TYPE_CHECKING:
     from medvl.train.loop.state import Evaluator
     from medvl.train.run import Run
 
+
+_FIVE_FINDINGS = "zero_shot/auroc_macro_competition"
+"""Metric of the presets `tiny`: the mean over the five findings of the CheXpert competition."""
 
 Model = TypeVar("Model", bound=SystemConfig, covariant=True)
 Data = TypeVar("Data", bound=LoaderConfig, covariant=True)
@@ -95,6 +101,8 @@ def zero_shot_run(
         make_data: as in `pretraining_run`.
         evaluator: function of the loader of the validation images and of the prompt set:
             `medvl.eval.ZeroShotEval`.
+
+    The returned function also raises ConfigError as `check_zero_shot_metric`.
     """
     pretraining = pretraining_run(name, make_data)
 
@@ -102,13 +110,47 @@ def zero_shot_run(
         """Create the model, the loaders and the evaluator."""
         run = pretraining(recipe)
         prompts = recipe.prompts
-        return (
-            run
-            if prompts is None
-            else run.with_evaluator(lambda images: evaluator(images, prompts))
-        )
+        if prompts is not None:
+            run = run.with_evaluator(lambda images: evaluator(images, prompts))
+        images = run.data.valid_images
+        if images is not None:
+            labels = None if prompts is None else images.source.label_names
+            check_zero_shot_metric(recipe.train.best_metric, labels)
+        return run
 
     return prepare
+
+
+def check_zero_shot_metric(metric: str, labels: Sequence[str] | None) -> None:
+    """Check that a zero-shot evaluation of these labels can return `TrainConfig.best_metric`, so
+    that a run does not stop at its first validation.
+
+    Args:
+        metric: name of the metric; one of another evaluator is not checked.
+        labels: of the validation data; None for a run without prompts.
+
+    Raises ConfigError, with the missing findings.
+    """
+    if not metric.startswith("zero_shot/"):
+        return
+    if labels is None:
+        message = f"expected prompts for the best_metric {metric!r}, got --prompts None"
+        advice = "give prompts, or --train.best-metric loss --train.best-mode min"
+        raise ConfigError(f"{message}; {advice}", "conflict", field="best_metric")
+    if metric != _FIVE_FINDINGS:
+        return
+    names = named_as(labels, COMPETITION_FINDINGS)
+    missing = [name for name in COMPETITION_FINDINGS if name not in names]
+    if missing:
+        message = (
+            f"expected labels of five findings in the validation data for the best_metric "
+            f"{metric!r}; {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        )
+        advice = (
+            "give --train.best-metric zero_shot/auroc_macro, the mean over the labels that exist, "
+            "or --train.best-metric loss --train.best-mode min"
+        )
+        raise ConfigError(f"{message}; {advice}", "mismatch", field="best_metric")
 
 
 def data_advice(name: str, make_data: str, phantom: str, own_data: str) -> str:

@@ -26,7 +26,7 @@ from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import ConVIRTAugmentation
 from medvl.data.transforms.text import RandomSentence, Statements
 from medvl.errors import ConfigError, ShardError, SplitError
-from medvl.train import data_advice
+from medvl.train import OptimConfig, TrainConfig, ZeroShotRecipe, data_advice, zero_shot_run
 from medvl.train.tasks.pretraining import DataConfig, DataLoaders, open_data
 
 
@@ -214,3 +214,35 @@ def test_statements_of_other_studies_are_refused(shards: Path, model: Any, tmp_p
         read_statements.cache_clear()
     file.write_text(json.dumps({"study": source.sample(3).study, "statements": ["Edema."]}))
     assert open_data(config(shards, text=text), model, 4).train is not None
+
+
+@pytest.mark.parametrize(
+    ("prompts", "code", "text"),
+    [(None, "conflict", "--prompts None"), ("chexpert_ensemble", "mismatch", "Consolidation")],
+)
+def test_a_zero_shot_metric_that_the_labels_lack_is_refused_before_training(
+    shards: Path, model: Any, tmp_path: Path, prompts: str | None, code: str, text: str
+) -> None:
+    data = config(shards)
+    vocabulary = tmp_path / "tokenizer"
+    model.tokenizer.save(vocabulary)
+    recipe = ZeroShotRecipe(
+        model=model.config,
+        pretrained=False,
+        prompts=prompts,
+        data=dataclasses.replace(data, tokenizer=vocabulary),
+        optim=OptimConfig(lr=1e-3),
+        train=TrainConfig(
+            run_dir=tmp_path / "run",
+            steps=1,
+            global_batch=2,
+            best_metric="zero_shot/auroc_macro_competition",
+            best_mode="max",
+        ),
+    )
+    prepare = zero_shot_run("convirt_mimic", "", lambda images, prompts: lambda model: {})
+    with raises(ConfigError, code, "best_metric", names=text):
+        prepare(recipe)
+    of_all = dataclasses.replace(recipe.train, best_metric="zero_shot/auroc_macro")
+    if prompts is not None:
+        assert prepare(dataclasses.replace(recipe, train=of_all)).evals
