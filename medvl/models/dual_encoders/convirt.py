@@ -22,8 +22,12 @@ from medvl.models.dual_encoders.bases.base import (
     projection_head,
 )
 from medvl.models.dual_encoders.bases.local import local_features
-from medvl.models.dual_encoders.bases.maps import LabelMapConfig, reads_labels
-from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
+from medvl.models.dual_encoders.bases.pairs import (
+    LabelMapConfig,
+    Pairs,
+    gather_global,
+    reads_labels,
+)
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Losses
 

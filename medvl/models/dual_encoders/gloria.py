@@ -20,8 +20,7 @@ from medvl.models.dual_encoders.bases.local import (
     local_contrast,
     local_features,
 )
-from medvl.models.dual_encoders.bases.maps import BoxConfig, LabelMapConfig
-from medvl.models.dual_encoders.bases.pairs import Pairs, gather_side
+from medvl.models.dual_encoders.bases.pairs import BoxConfig, LabelMapConfig, Pairs, gather_side
 from medvl.models.registry import register_system
 from medvl.schema import Embeddings, Losses
 

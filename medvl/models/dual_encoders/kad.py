@@ -19,7 +19,7 @@ from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.text.adapters import knowledge_head
 from medvl.losses.common import gather
 from medvl.models.base import complete_rows
-from medvl.models.dual_encoders.bases.maps import mentioned_or_absent
+from medvl.models.dual_encoders.bases.pairs import mentioned_or_absent
 from medvl.models.dual_encoders.bases.queries import QueryConfig, QueryEncoder
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings

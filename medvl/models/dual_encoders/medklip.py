@@ -18,8 +18,7 @@ from medvl.losses.common import full_precision, mean_over_ranks
 from medvl.losses.local.within_sample import place_divergence
 from medvl.models.base import EncoderArguments
 from medvl.models.dual_encoders.bases.local import local_features
-from medvl.models.dual_encoders.bases.maps import BoxConfig, mean_box_loss, phrases_of_batch
-from medvl.models.dual_encoders.bases.pairs import take
+from medvl.models.dual_encoders.bases.pairs import BoxConfig, mean_box_loss, phrases_of_batch, take
 from medvl.models.dual_encoders.bases.queries import QueryBook, QueryConfig, QueryEncoder
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs

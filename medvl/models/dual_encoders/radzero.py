@@ -24,8 +24,7 @@ from medvl.models.dual_encoders.bases.base import (
     ScaleConfig,
 )
 from medvl.models.dual_encoders.bases.local import local_features
-from medvl.models.dual_encoders.bases.maps import BoxConfig, LabelMapConfig
-from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.dual_encoders.bases.pairs import BoxConfig, LabelMapConfig, Pairs
 from medvl.models.heatmaps import maps_of_cells
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, ImageFeatures, Inputs, Losses

@@ -37,23 +37,21 @@ from medvl.models.base import (
     list_of_texts,
     stored_features,
 )
-from medvl.models.dual_encoders.bases.maps import (
-    SIDES,
+from medvl.models.dual_encoders.bases.pairs import (
+    ALTERED_SIDES,
+    MAP_SIDES,
+    Pairs,
+    altered_kinds,
+    altered_terms,
+    embed_altered,
     embed_maps,
     map_terms,
     reads_boxes,
     reads_labels,
 )
-from medvl.models.dual_encoders.bases.pairs import (
-    ALTERED_SIDES,
-    Pairs,
-    altered_kinds,
-    altered_terms,
-    embed_altered,
-)
 from medvl.schema import Batch, Embeddings, ImageFeatures, Losses
 
-_MORE_SIDES = (*ALTERED_SIDES, *SIDES)
+_MORE_SIDES = (*ALTERED_SIDES, *MAP_SIDES)
 ALL = -1
 """`frozen_image_layers` for all layers."""
 Positives = Literal["own", "study", "text", "either", "labels"]
