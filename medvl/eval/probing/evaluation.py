@@ -256,6 +256,21 @@ ENCODERS = (DualEncoder, FusionModel, MRM, R2Gen)
 """Systems of `medvl benchmark` whose image encoders are evaluated."""
 
 
+def inputs_of(trial: Trial) -> dict[str, Any]:
+    """Return the encoder and the shards of a trial, as fields of an evaluation of an image encoder.
+
+    Raises EvaluationError "unsupported" where the data has no labels.
+    """
+    trial.labelled()
+    home = trial.data.parent
+    return {
+        "image": EncoderOptions(checkpoint=trial.checkpoint),
+        "train": home / "train",
+        "valid": home / "validate",
+        "test": trial.data,
+    }
+
+
 @register_evaluation("probe")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe(Evaluation):
@@ -347,12 +362,4 @@ class Probe(Evaluation):
     @classmethod
     def for_trial(cls, task: Task, trial: Trial) -> "Probe":
         """Return the evaluation at the shares of the benchmark."""
-        trial.labelled()
-        home = trial.data.parent
-        return cls(
-            image=EncoderOptions(checkpoint=trial.checkpoint),
-            train=home / "train",
-            valid=home / "validate",
-            test=trial.data,
-            fractions=trial.settings.label_shares,
-        )
+        return cls(**inputs_of(trial), fractions=trial.settings.label_shares)

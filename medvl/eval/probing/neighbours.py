@@ -58,6 +58,7 @@ from medvl.eval.html.page import Page, Pixels, headline, write_page
 from medvl.eval.probing.evaluation import (
     ENCODERS,
     EncoderOptions,
+    inputs_of,
     open_features,
     summary_table,
 )
@@ -451,12 +452,4 @@ class Neighbours(Evaluation):
     @classmethod
     def for_trial(cls, task: Task, trial: Trial) -> "Neighbours":
         """Return the evaluation with few labels of one number."""
-        trial.labelled()
-        home = trial.data.parent
-        return cls(
-            image=EncoderOptions(checkpoint=trial.checkpoint),
-            train=home / "train",
-            valid=home / "validate",
-            test=trial.data,
-            shots=(_TRIAL_SHOTS,),
-        )
+        return cls(**inputs_of(trial), shots=(_TRIAL_SHOTS,))

@@ -549,9 +549,7 @@ class ZeroShotEval:
     def __call__(self, model: Model) -> dict[str, float]:
         """Return the metrics of the current model. Raises `EvaluationError` as `zero_shot` does."""
         images = score_images(model, self.loader, self.prompts, self.policy, self.autocast)
-        rows = measure(
-            _metric_groups(images, self.prompts, None)[:1], len(images.samples), resamples=0
-        )
+        rows = measure(scoring.ranking_groups(images)[:1], len(images.samples), resamples=0)
         values = {row.target: row.value for row in rows if not np.isnan(row.value)}
         return {
             f"zero_shot/auroc{'_' if name.startswith('macro') else '/'}{name}": value

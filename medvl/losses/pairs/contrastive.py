@@ -182,13 +182,7 @@ def multi_positive(
     Returns a scalar: 0 with a zero gradient without a positive pair. Raises ValueError on
     inconsistent shapes.
     """
-    if positive_NM.ndim != 2 or logits_NM.shape[-2:] != positive_NM.shape:
-        raise ValueError(
-            f"expected logits (..., N, M) and positives (N, M), got "
-            f"{shapes(logits_NM, positive_NM)}"
-        )
-    logits_NM = logits_NM.float()
-    positive_NM = positive_NM.bool()
+    logits_NM, positive_NM = _checked(logits_NM, positive_NM)
     if ignored_NM is not None:
         logits_NM = logits_NM.masked_fill(
             ignored_NM.bool() & ~positive_NM, torch.finfo(torch.float32).min
@@ -219,13 +213,7 @@ def multi_hot(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor | None 
     Returns a scalar: 0 with a zero gradient without a positive pair. Raises ValueError on
     inconsistent shapes.
     """
-    if positive_NM.ndim != 2 or logits_NM.shape[-2:] != positive_NM.shape:
-        raise ValueError(
-            f"expected logits (..., N, M) and positives (N, M), got "
-            f"{shapes(logits_NM, positive_NM)}"
-        )
-    logits_NM = logits_NM.float()
-    positive_NM = positive_NM.bool()
+    logits_NM, positive_NM = _checked(logits_NM, positive_NM)
     rows = torch.tensor(len(positive_NM), device=logits_NM.device)
     if ignored_NM is not None:
         ignored_NM = ignored_NM.bool() & ~positive_NM
@@ -234,6 +222,16 @@ def multi_hot(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor | None 
     both_NM = logits_NM.log_softmax(-1) + logits_NM.log_softmax(-2)
     total = both_NM.masked_fill(~positive_NM, 0.0).sum(dim=(-2, -1)).mean()
     return -total / (rows.clamp(min=1) * positive_NM.shape[1])
+
+
+def _checked(logits_NM: Tensor, positive_NM: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float32 logits and bool positives. Raises ValueError on inconsistent shapes."""
+    if positive_NM.ndim != 2 or logits_NM.shape[-2:] != positive_NM.shape:
+        raise ValueError(
+            f"expected logits (..., N, M) and positives (N, M), got "
+            f"{shapes(logits_NM, positive_NM)}"
+        )
+    return logits_NM.float(), positive_NM.bool()
 
 
 def altered_texts(

@@ -13,7 +13,14 @@ from typing import ClassVar
 from medvl.data.annotations import Box, read_corners
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
-from medvl.data.corpora.common.tables import Plan, Record, malformed, read_table, split_training
+from medvl.data.corpora.common.tables import (
+    Plan,
+    Record,
+    malformed,
+    own_study,
+    read_table,
+    split_training,
+)
 from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.data.splits import hash_split
@@ -68,16 +75,14 @@ class ObjectCXR(Corpus):
                         "image_name",
                     )
                 image = f"{folder}/{name}"
-                patient = deid.patient(image)
+                own = own_study(image, deid)
                 shapes = _read_shapes(row["annotation"], table)
                 boxes = [box for shape in shapes if (box := _box(shape, table))]
                 warnings["empty_shape"] += len(shapes) - len(boxes)
                 sample = Sample(
-                    key=deid.image(image),
+                    **own,
                     corpus=self.corpus,
-                    split=hash_split(patient, shares) if folder == "train" else "test",
-                    patient=patient,
-                    study=deid.study(image, image),
+                    split=hash_split(own["patient"], shares) if folder == "train" else "test",
                     image=root / folder / name,
                     labels={LABEL: int(bool(shapes))},
                     extra={

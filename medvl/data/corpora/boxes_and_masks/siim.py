@@ -11,7 +11,14 @@ from medvl.common.untrusted import InputFolders
 from medvl.data.annotations import EMPTY, decode_runs, region_fields
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
-from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, read_table
+from medvl.data.corpora.common.tables import (
+    Plan,
+    Record,
+    find_file,
+    malformed,
+    own_study,
+    read_table,
+)
 from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.data.splits import hash_split, parse_fractions
@@ -56,14 +63,12 @@ class SIIM(Corpus):
         rows = RowCounts()
         records = Records()
         for image, runs in rows.reading(masks.items()):
-            patient = deid.patient(image)
+            own = own_study(image, deid)
             regions = {"masks": [{"label": "Pneumothorax", "runs": text} for text in runs]}
             sample = Sample(
-                key=deid.image(image),
+                **own,
                 corpus=self.corpus,
-                split=hash_split(patient, fractions),
-                patient=patient,
-                study=deid.study(image, image),
+                split=hash_split(own["patient"], fractions),
                 image=files.get(image, root / f"{image}.dcm"),
                 labels={"Pneumothorax": int(bool(runs))},
                 extra=region_fields(_SIZE, regions),

@@ -18,6 +18,7 @@ from medvl.data.corpora.common.tables import (
     Record,
     find_suffix,
     malformed,
+    own_study,
     read_table,
     split_training,
 )
@@ -101,7 +102,7 @@ class VinDrCXR(Corpus):
             )
             suffix: str | None = None
             for image, named in rows.reading(votes.items()):
-                patient = deid.patient(image)
+                own = own_study(image, deid)
                 file = root / folder / f"{image}.dicom"
                 suffix = suffix or find_suffix(file, (".dicom", ".dcm"))
                 labels = _labels(named, self.agreement if folder == "train" else 1)
@@ -110,11 +111,9 @@ class VinDrCXR(Corpus):
                     for group in drawn.get(image, {}).values()
                 ]
                 sample = Sample(
-                    key=deid.image(image),
+                    **own,
                     corpus=self.corpus,
-                    split=hash_split(patient, shares) if folder == "train" else "test",
-                    patient=patient,
-                    study=deid.study(image, image),
+                    split=hash_split(own["patient"], shares) if folder == "train" else "test",
                     image=file.with_suffix(suffix or ".dicom"),
                     labels=labels,
                     view="PA",

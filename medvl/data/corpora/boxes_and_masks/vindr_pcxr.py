@@ -18,6 +18,7 @@ from medvl.data.corpora.common.tables import (
     find_suffix,
     malformed,
     no_patients_note,
+    own_study,
     read_header,
     read_table,
     split_training,
@@ -80,17 +81,15 @@ class VinDrPCXR(Corpus):
             boxes = _read_boxes(_find(root, f"annotations_{folder}.csv"), votes, allowed)
             suffix: str | None = None
             for image, named in rows.reading(votes.items()):
-                patient = deid.patient(image)
+                own = own_study(image, deid)
                 file = root / folder / f"{image}.dicom"
                 suffix = suffix or find_suffix(file, (".dicom", ".dcm"))
                 found = boxes.get(image, [])
                 release_names = {*named, *(str(box["release_label"]) for box in found)}
                 sample = Sample(
-                    key=deid.image(image),
+                    **own,
                     corpus=self.corpus,
-                    split=hash_split(patient, shares) if folder == "train" else "test",
-                    patient=patient,
-                    study=deid.study(image, image),
+                    split=hash_split(own["patient"], shares) if folder == "train" else "test",
                     image=file.with_suffix(suffix or ".dicom"),
                     labels=_labels(named, names),
                     extra={

@@ -13,11 +13,11 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, TypeVar
+from typing import Any, BinaryIO, TextIO, TypedDict, TypeVar
 
 from medvl.common.untrusted import DuplicateKeyError, InputFolders, NonFiniteNumberError, parse_json
 from medvl.data.corpora.common.rows import IMAGES, RowCounts
-from medvl.data.privacy import find_identifiers, free_texts, is_identifying_header
+from medvl.data.privacy import Deidentifier, find_identifiers, free_texts, is_identifying_header
 from medvl.data.reports.sections import Report, read_report
 from medvl.data.reports.sentences import join_texts
 from medvl.data.storage.location import is_address
@@ -528,6 +528,21 @@ def split_training(validate_share: float) -> dict[str, float]:
         message = f"validate_share must be between 0 and 1, got {validate_share:g}"
         raise ConfigError(message, "out_of_range", field="validate_share")
     return {"train": 1 - validate_share, "validate": validate_share}
+
+
+class OwnStudy(TypedDict):
+    """Pseudonyms of an image that is a patient and a study of its own."""
+
+    key: str
+    patient: str
+    study: str
+
+
+def own_study(image: str, deid: Deidentifier) -> OwnStudy:
+    """Return the pseudonyms of an image whose release names neither patients nor studies."""
+    return OwnStudy(
+        key=deid.image(image), patient=deid.patient(image), study=deid.study(image, image)
+    )
 
 
 def no_patients_note(unit: str, warning: str) -> str:
