@@ -227,6 +227,33 @@ def test_packed_attention_equals_softmax_per_text() -> None:
     torch.testing.assert_close(attended[0], torch.cat(parts), rtol=1e-5, atol=1e-6)
 
 
+def test_filling_attends_to_itself_in_the_kernel_for_unequal_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel leaves rows outside of all texts uninitialised, which would reach gradients."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
+        parts = []
+        for first, end in itertools.pairwise(packing.offsets_O.tolist()):
+            scores_hQK = scale * torch.einsum("qhd,khd->hqk", query[first:end], key[first:end])
+            parts.append(torch.einsum("hqk,khd->qhd", scores_hQK.softmax(dim=2), value[first:end]))
+        return torch.cat(parts)
+
+    monkeypatch.setattr(packing_module, "_has_varlen", lambda *inputs: True)
+    monkeypatch.setattr(packing_module, "_attend_varlen", attend)
+    encoder, mask_BT = encoder_of().train(), MASKS["ragged"].repeat(9, 1)
+    outcomes = []
+    for packed in (False, True):
+        encoder.zero_grad()
+        encoder.pack(packed)
+        pooled_BD = encoder(ids().repeat(9, 1), mask_BT).pooled_BD
+        pooled_BD.square().sum().backward()
+        gradients = [each.grad for each in encoder.parameters() if each.grad is not None]
+        outcomes.append((pooled_BD, *gradients))
+    for packed, padded in zip(*reversed(outcomes), strict=True):
+        torch.testing.assert_close(packed, padded, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["clip_text", "static"])
 def test_unsupported_backbone_raises(name: str) -> None:
     clip = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
