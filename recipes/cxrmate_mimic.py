@@ -84,6 +84,7 @@ PAPER = CXRMateConfig(prior=True, prompt=("indication",))
 TINY = CXRMateConfig(
     image_encoder="resnet_tiny",
     image_size=112,
+    frozen_image=True,
     prompt=("indication",),
     width=128,
     layers=2,
@@ -118,6 +119,7 @@ tiny = quickstart.report_recipe(
     TINY,
     SECTIONS,
 )
+tiny = dataclasses.replace(tiny, optim=dataclasses.replace(tiny.optim, lr=2e-3))
 rewards = RewardRecipe(
     model=PAPER,
     pretrained=False,
@@ -129,7 +131,7 @@ rewards = RewardRecipe(
 )
 WEIGHTS = {**RewardConfig().weights, "ngrams": 0.25}
 rewards_tiny = RewardRecipe(
-    model=dataclasses.replace(TINY, frozen_image=True),
+    model=TINY,
     pretrained=False,
     init_from=Path("quickstart/cxrmate/best"),
     rewards=RewardConfig(method="group", samples=8, weights=WEIGHTS),

@@ -216,7 +216,7 @@ REPORT_DATA = (
     "    medvl phantom openi --out quickstart/openi --patients 1200 --size 160\n"
     "    medvl shards openi --root quickstart/openi --out quickstart/openi-views --short-side 160\n"
     "    medvl vocab --data quickstart/openi-views/train --out quickstart/openi-words --kind words "
-    "--min-frequency 3 --sections findings\n"
+    "--min-frequency 3 --sections findings impression\n"
     "    medvl train "
 )
 """Commands that make the data of `report_recipe`; the name of the system and "tiny" follow."""
