@@ -1,6 +1,8 @@
-"""What overlap and findings do not show of a text: repeated sentences, sides and severities.
+"""What overlap and findings do not show of a text: repeated sentences, contradictions, sides and
+severities.
 
     repeated_sentences   sentences that an earlier one of the report equals, a report
+    contradictions       findings that a report both asserts and denies, a report
     equal_sides          of the findings that a report and its reference both assert and place on a
                          side, the share whose sides are equal
     opposite_sides       of the same, the share that is left in one and right in the other
@@ -20,13 +22,14 @@ from medvl.data.reports.statements import places_of, severities_of
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics
 from medvl.eval.core.metrics import Array
 from medvl.eval.report_generation.metrics import REPORT, words
-from medvl.schema import POSITIVE
+from medvl.schema import NEGATIVE, POSITIVE
 
 REPEATED = "repeated_sentences"
+CONTRADICTIONS = "contradictions"
 EQUAL_SIDES = "equal_sides"
 OPPOSITE_SIDES = "opposite_sides"
 EQUAL_SEVERITIES = "equal_severities"
-CONTENTS = (REPEATED, EQUAL_SIDES, OPPOSITE_SIDES, EQUAL_SEVERITIES)
+CONTENTS = (REPEATED, CONTRADICTIONS, EQUAL_SIDES, OPPOSITE_SIDES, EQUAL_SEVERITIES)
 """Names of the metrics."""
 _BOTH = frozenset(("left", "right"))
 
@@ -36,6 +39,18 @@ def repeated_sentences(text: str) -> int:
     sentences = [tuple(words(sentence)) for sentence in split_sentences(text)]
     known = [sentence for sentence in sentences if sentence]
     return len(known) - len(set(known))
+
+
+def contradictions(text: str) -> int:
+    """Return how many findings a text asserts and also denies, on no side or on the same one."""
+    mentions = find_mentions(text)
+    found: dict[int, set[tuple[str, str]]] = {POSITIVE: set(), NEGATIVE: set()}
+    for mention, (sides, _) in zip(mentions, places_of(mentions), strict=True):
+        if mention.value in found:
+            found[mention.value].add((mention.finding, " ".join(sides)))
+    denied = found[NEGATIVE]
+    both = {name for name, side in found[POSITIVE] if {(name, side), (name, "")} & denied}
+    return len(both)
 
 
 def sides_of(text: str) -> dict[str, frozenset[str]]:
@@ -65,7 +80,9 @@ def content_metrics(
     texts: Sequence[str], references: Sequence[str], *, subgroup: str = ""
 ) -> list[MetricGroup]:
     """Return the metrics of this module of pairs of texts."""
-    repeated_N1 = np.array([[float(repeated_sentences(text))] for text in texts])
+    counts_N2 = np.array(
+        [[float(repeated_sentences(text)), float(contradictions(text))] for text in texts]
+    )
     sides_N3 = np.zeros((len(texts), 3))  # placed in both, equal, opposite
     grades_N2 = np.zeros((len(texts), 2))  # graded in both, equal
     for row, (text, reference) in enumerate(zip(texts, references, strict=True)):
@@ -77,7 +94,8 @@ def content_metrics(
         for finding in ours.keys() & theirs.keys():
             grades_N2[row] += (1, ours[finding] == theirs[finding])
     return [
-        mean_metrics(REPEATED, repeated_N1, [REPORT], subgroup=subgroup),
+        mean_metrics(REPEATED, counts_N2[:, :1], [REPORT], subgroup=subgroup),
+        mean_metrics(CONTRADICTIONS, counts_N2[:, 1:], [REPORT], subgroup=subgroup),
         _shares((EQUAL_SIDES, OPPOSITE_SIDES), sides_N3, subgroup),
         _shares((EQUAL_SEVERITIES,), grades_N2, subgroup),
     ]

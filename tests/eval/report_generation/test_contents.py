@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from medvl.eval.report_generation.contents import (
+    CONTRADICTIONS,
     EQUAL_SEVERITIES,
     EQUAL_SIDES,
     OPPOSITE_SIDES,
     REPEATED,
     content_metrics,
+    contradictions,
     grades_of,
     repeated_sentences,
     sides_of,
@@ -29,6 +31,11 @@ PAIRS = [
 def test_repeated_sentences_are_compared_by_their_words() -> None:
     assert repeated_sentences("No edema. no edema . No edema! The heart is large.") == 2
     assert repeated_sentences("") == repeated_sentences("No edema.") == 0
+
+
+def test_contradictions_are_of_one_finding_and_side() -> None:
+    assert contradictions("No pleural effusion or edema. Left effusion. Moderate edema.") == 2
+    assert contradictions("No left pleural effusion. Right pleural effusion. No edema.") == 0
 
 
 def test_both_sides_are_bilateral() -> None:
@@ -60,8 +67,9 @@ def test_shares_are_of_findings_that_both_place() -> None:
         for row, value in zip(group.rows, group.statistic(weight_N1)[0], strict=True)
     }
     assert value_of[REPEATED] == (6, pytest.approx(1 / 6))
+    assert value_of[CONTRADICTIONS] == (6, 0)
     assert value_of[EQUAL_SIDES] == (4, pytest.approx(0.5))
     assert value_of[OPPOSITE_SIDES] == (4, pytest.approx(0.25))
     assert value_of[EQUAL_SEVERITIES] == (2, pytest.approx(0.5))
     without_N1 = np.array([[0.0], [0], [0], [0], [1], [0]])
-    assert np.isnan(groups[1].statistic(without_N1)).all()
+    assert np.isnan(groups[2].statistic(without_N1)).all()
