@@ -460,7 +460,7 @@ def pad_texts(batch: Batch, longest: int) -> Batch:
     """Pad the texts of a batch to one of few lengths, at most `longest` tokens, so that compiled
     code and CUDA graphs are used again.
 
-    Values do not change. Masked words are drawn anew: their random numbers depend on the length.
+    No value changes but by random numbers (masked words, dropout), which depend on the length.
     """
     padded: dict[str, Any] = {}
     for field in dataclasses.fields(batch):
