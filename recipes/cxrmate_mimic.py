@@ -45,8 +45,8 @@ repetition: of its repeated sentences most assert a finding, which was free once
 `contrary` findings are denied in the same text, mostly a normal report with a finding at its end.
 The reward has given nothing for these since; no run shows the effect yet. Not right: severities
 (0.52 equal, 0.59 for `control`; `--rewards.weights.severities 0.5` did not raise them, on
-validation 0.65 before and 0.56 after, from another start) and Pneumothorax, which `beta 0` writes 7 times, 6 of them
-right, and `rewards` once.
+validation 0.65 before and 0.56 after, from another start) and Pneumothorax, which `beta 0` writes
+7 times, 6 of them right, and `rewards` once.
 
 On validation, F1 of 0.436 at the start: control 0.474; `rewards` 0.555, 0.349 repeated and 0.108
 contrary; `beta 0` 0.569, 0.228 and 0.336; two false findings a repetition 0.573, 0.259 and 0.120;
