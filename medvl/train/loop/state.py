@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,9 @@ from medvl.train.optim.optimizer import (
 )
 from medvl.train.parallel.distributed import BatchStream, RankInfo
 from medvl.train.parallel.model import ParallelModel
-from medvl.train.rewards.task import RewardTask
+
+if TYPE_CHECKING:
+    from medvl.train.rewards.task import RewardTask
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +90,7 @@ class TrainState:
     configs: Mapping[str, Any]
     """Part of `identity` -> the config that it was written from."""
     spikes: LossSpikeDetector | None
-    rewards: RewardTask | None = None
+    rewards: "RewardTask | None" = None
     step: int = 0
     """Updates made or skipped."""
     skipped: int = 0
@@ -113,7 +115,7 @@ class TrainState:
         config: TrainConfig,
         run: Mapping[str, Any],
         configs: Mapping[str, Any],
-        rewards: RewardTask | None = None,
+        rewards: "RewardTask | None" = None,
     ) -> Self:
         """Create the state of a run before its first step; `run` as in `identity`, `configs` as
         in `check_identity`.

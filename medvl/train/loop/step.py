@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,17 +18,15 @@ from medvl.errors import ConfigError
 from medvl.models.base import System
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs
-from medvl.models.fusion_encoders.bases.bert_stream import JointStream
-from medvl.models.fusion_encoders.bases.region_model import RegionModel
-from medvl.models.fusion_encoders.parts.encoder import DualStream
-from medvl.models.fusion_encoders.streams import StreamModel
 from medvl.schema import Batch, Inputs, Losses
 from medvl.train.config import TrainConfig
 from medvl.train.fault_tolerance.guards import BufferGuard, LossSpikeDetector, propagate_nonfinite
 from medvl.train.optim.optimizer import Precision, set_lr, trainable
 from medvl.train.parallel.distributed import RankInfo, average_gradients, place
 from medvl.train.parallel.model import DDPModel, FSDPModel, ParallelModel
-from medvl.train.rewards.task import RewardTask
+
+if TYPE_CHECKING:
+    from medvl.train.rewards.task import RewardTask
 
 _log = logging.getLogger(__name__)
 
@@ -178,7 +176,7 @@ class Step:
         clip_value: float | None = None,
         grad_cache: int | None = None,
         spikes: LossSpikeDetector | None = None,
-        rewards: RewardTask | None = None,
+        rewards: "RewardTask | None" = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -422,6 +420,10 @@ def _has_few_shapes(model: nn.Module) -> bool:
     """Return whether all shapes of a step follow from the lengths of `pad_texts` and of packed rows
     (`medvl.encoders.text.packing`), and from the number of masked words, which is filled up too.
     """
+    from medvl.models.fusion_encoders.bases.bert_stream import JointStream
+    from medvl.models.fusion_encoders.bases.region_model import RegionModel
+    from medvl.models.fusion_encoders.streams import StreamModel
+
     contrastive = isinstance(model, DualEncoder) and model.compares_pairs
     fuses = isinstance(model, StreamModel | JointStream) and not isinstance(model, RegionModel)
     if not (isinstance(model, System) and (contrastive or fuses)):
@@ -476,6 +478,8 @@ def pad_texts(batch: Batch, longest: int) -> Batch:
 
 def _pack(model: nn.Module) -> None:
     """Pack the text encoders, and the text's stream of a dual-stream fusion-encoder."""
+    from medvl.models.fusion_encoders.parts.encoder import DualStream
+
     modules = list(model.modules())
     if not any(isinstance(module, TextEncoder) for module in modules):
         raise ConfigError(

@@ -20,7 +20,7 @@ import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -56,7 +56,10 @@ from medvl.train.parallel.distributed import (
     machine_settings,
     side_stream,
 )
-from medvl.train.rewards.task import RewardConfig, RewardTask
+from medvl.train.parallel.model import ParallelModel
+
+if TYPE_CHECKING:
+    from medvl.train.rewards.task import RewardConfig, RewardTask
 
 _log = logging.getLogger(__name__)
 _MAX_EMPTY_UPDATES = 1000
@@ -106,7 +109,7 @@ def train(
     config: TrainConfig,
     valid_loader: Iterable[Batch] | None = None,
     evals: Sequence[Evaluator] = (),
-    rewards: RewardConfig | None = None,
+    rewards: "RewardConfig | None" = None,
     run: Mapping[str, Any] | None = None,
 ) -> TrainResult:
     """Train a model, or resume an interrupted run: the same call does both.
@@ -192,7 +195,7 @@ class Training:
         valid_loader: Iterable[Batch] | None = None,
         evals: Sequence[Evaluator] = (),
         run: Mapping[str, Any] | None = None,
-        rewards: RewardConfig | None = None,
+        rewards: "RewardConfig | None" = None,
     ) -> None:
         self._valid_loader = valid_loader
         self._evals = evals
@@ -220,11 +223,7 @@ class Training:
             entries["rewards"] = to_dict(rewards)
         parallel = parallelize(model, config, ranks)
         # Before a checkpoint is read: the task may keep a copy of the weights of the start.
-        task = (
-            None
-            if rewards is None
-            else RewardTask(rewards, parallel.whole, sharded=parallel.sharded)
-        )
+        task = None if rewards is None else _reward_task(rewards, parallel)
         stream = BatchStream(
             train_loader, config.accumulate, side_stream(ranks.device, config.channels_last)
         )
@@ -542,3 +541,10 @@ def _check(loader: TrainLoader, optim: OptimConfig, config: TrainConfig, validat
                 f"{field} depends on a validation metric; give train() a valid_loader or evals"
             )
             raise ConfigError(message, "conflict", field=field)
+
+
+def _reward_task(rewards: "RewardConfig", parallel: ParallelModel) -> "RewardTask":
+    """Return the task, whose import brings report generators, which other runs do not need."""
+    from medvl.train.rewards.task import RewardTask
+
+    return RewardTask(rewards, parallel.whole, sharded=parallel.sharded)

@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from medvl.common.files import wait_for
 from medvl.errors import CheckpointError, ConfigError, TrainingError
 from medvl.models.base import System
-from medvl.models.report_generators.base import Objective
 from medvl.schema import Batch, Losses
 from medvl.train.parallel.distributed import (
     RankInfo,
@@ -31,6 +30,9 @@ from medvl.train.parallel.distributed import (
     shared_buffers,
     unshared_buffers,
 )
+
+if TYPE_CHECKING:
+    from medvl.models.report_generators.base import Objective
 
 STATE_SEPARATOR = "::"
 """Between the name of a parameter and that of its optimiser state, in keys of a checkpoint."""
@@ -72,7 +74,7 @@ class ParallelModel(abc.ABC):
             self.ddp = None
 
     @abc.abstractmethod
-    def forward(self, batch: Batch, objective: Objective | None = None) -> Losses:
+    def forward(self, batch: Batch, objective: "Objective | None" = None) -> Losses:
         """Return the losses of this rank's batch, those of an objective of report generators where
         it is given.
         """
@@ -169,7 +171,7 @@ class DDPModel(ParallelModel):
                 gradient_as_bucket_view=True,
             )
 
-    def forward(self, batch: Batch, objective: Objective | None = None) -> Losses:
+    def forward(self, batch: Batch, objective: "Objective | None" = None) -> Losses:
         """Return the losses of this rank's batch, through DDP where there are several ranks."""
         model = self.ddp or self.trained
         losses: Losses = model(batch) if objective is None else model(batch, objective)
@@ -282,7 +284,7 @@ class FSDPModel(ParallelModel):
         self._fsdp: FSDPModule = trained
         super().__init__(whole, trained, ranks)
 
-    def forward(self, batch: Batch, objective: Objective | None = None) -> Losses:
+    def forward(self, batch: Batch, objective: "Objective | None" = None) -> Losses:
         """Return the losses of this rank's batch; weights are gathered from all ranks block by
         block.
         """
