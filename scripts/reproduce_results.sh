@@ -101,7 +101,7 @@ if wanted volumes; then
     $bin/medvl phantom ct-rate --out quickstart/ct-rate --patients 1600 --shape 16 32 32 --reconstructions 1
     $bin/medvl shards ct-rate --root quickstart/ct-rate --out $scans
     $bin/medvl vocab --data $scans/train --out quickstart/ct-rate-vocab --kind words
-    for system in hlip ct_clip; do
+    for system in hlip ct_clip colipri; do
         torchrun recipes/${system}_ct_rate.py tiny --data.train $scans/train --data.valid $scans/validate \
             --data.tokenizer quickstart/ct-rate-vocab --train.run-dir quickstart/$system-ct-rate
         evaluate zero-shot quickstart/zero-shot-$system --checkpoint quickstart/$system-ct-rate/best --data $scans/test \

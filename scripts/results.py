@@ -75,7 +75,11 @@ TABLES = (
     Table(
         name="volumes",
         corner="zero-shot of chest CTs, mean AUROC",
-        columns={"HLIP": "zero-shot-hlip", "CT-CLIP": "zero-shot-ct_clip"},
+        columns={
+            "HLIP": "zero-shot-hlip",
+            "CT-CLIP": "zero-shot-ct_clip",
+            "COLIPRI": "zero-shot-colipri",
+        },
         rows={"seven findings": ("auroc", "macro")},
     ),
     Table(

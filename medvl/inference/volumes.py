@@ -41,7 +41,7 @@ def volume_heatmap(
     """Return the heat map of a text in a volume: (D, H, W) float32 over its voxels, in canonical
     orientation (z to the head, y to the back, x to the left), NaN outside of the model's cut.
 
-    Values are those of `medvl.eval.grounding.VolumeMaps` for the text: the cosine of each patch in
+    Values are those of `VolumeMaps` (`medvl.eval.grounding.heatmaps`): the cosine of each patch in
     most systems, its share of the similarity in fVLM. Larger is warmer; values of two volumes or
     models cannot be compared.
 
