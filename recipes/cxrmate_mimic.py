@@ -43,7 +43,8 @@ and words of findings alone (`medvl vocab --sections findings`), all without "ca
 0.091 [0.012, 0.172]. `beta 0` has no distance to the start, and `free` neither that nor a cost of
 repetition: of its repeated sentences most assert a finding, which was free once it was right.
 `contrary` findings are denied in the same text, mostly a normal report with a finding at its end.
-The reward has given nothing for these since; no run shows the effect yet. Not right: severities
+The reward gives nothing for these since: on validation 47 steps reach F1 0.590 [0.566, 0.614] with
+0.060 contrary, but 0.377 repeated and 0.66 equal sides (`rewards` 0.78). Not right: severities
 (0.52 equal, 0.59 for `control`; `--rewards.weights.severities 0.5` did not raise them, on
 validation 0.65 before and 0.56 after, from another start) and Pneumothorax, which `beta 0` writes
 7 times, 6 of them right, and `rewards` once.
