@@ -6,7 +6,7 @@
 #     bash scripts/reproduce_results.sh zero-shot grounding  # these only
 set -euo pipefail
 cd "$(dirname "$0")/.."
-all="zero-shot probe grounding chexzero dense vqa vqa-medvill reports pretraining generation \
+all="zero-shot probe grounding chexzero dense vqa vqa-medvill choices reports pretraining generation \
     generation-variants volumes benchmark benchmark-options"
 parts="${*:-$all}"
 for part in $parts; do
@@ -58,6 +58,14 @@ if wanted dense; then
 fi
 if wanted vqa; then bash scripts/quickstart_vqa.sh; fi
 if wanted vqa-medvill; then bash scripts/quickstart_vqa.sh medvill; fi
+if wanted choices; then
+    $bin/medvl phantom rexvqa --out quickstart/rexvqa --patients 3000 --size 160
+    $bin/medvl shards rexvqa --root quickstart/rexvqa --out quickstart/choices --short-side 160
+    $bin/medvl vocab --data quickstart/choices/train --out quickstart/choice-words --kind words
+    torchrun recipes/causal_lm_mimic.py choices
+    evaluate multiple-choice quickstart/choice-results --checkpoint quickstart/causal-lm-choices/best \
+        --data quickstart/choices/test --train quickstart/choices/train
+fi
 if wanted reports; then
     bash scripts/quickstart.sh
     torchrun recipes/medvill_mimic.py tiny  # finished after part vqa-medvill

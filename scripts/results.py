@@ -89,6 +89,17 @@ TABLES = (
         rows={part: ("accuracy", part) for part in ("overall", "closed", "open")},
     ),
     Table(
+        name="choices",
+        corner="accuracy, four options",
+        columns={"causal language model": "choice-results"},
+        rows={
+            "with its image": ("accuracy", "overall"),
+            "text only": ("accuracy", "overall", "control: text_only"),
+            "another patient's image": ("accuracy", "overall", "control: image_swapped"),
+            "asked in other words": ("accuracy", "overall", "control: question_reworded"),
+        },
+    ),
+    Table(
         name="reports",
         corner="F1 of five findings",
         columns={"MedViLL": "reports"},
