@@ -383,6 +383,9 @@ def open_models(
         ServedModel.open(run, prompt_set, device, path, all_tokens=all_tokens)
         for run, path in zip(checkpoints, given, strict=True)
     ]
+    if all_tokens and not any(served.all_tokens for served in models):
+        message = "no model reads masks of organs; leave all_tokens out"
+        raise ConfigError(message, "unsupported", field="all_tokens")
     if len({served.reads for served in models}) > 1:
         raise ConfigError(
             "expected two models of images or two of volumes, got one of each; serve them apart",

@@ -69,6 +69,7 @@ class ServedModel:
     Attributes:
         reads: "image" or "volume".
         is_demo: whether the model is the checkpoint `demo` of the package.
+        all_tokens: whether it compares each organ with all patches, in place of those of a mask.
         abilities: whether the model supports scores, heatmap, answer, report and neighbors.
     """
 
@@ -86,6 +87,7 @@ class ServedModel:
         self.calibration = calibration
         self._uncalibrated = uncalibrated
         self.is_demo = False
+        self.all_tokens = False
         self._scorer: Scorer | None = None
         self.reads = "volume" if reads_volumes(model) else "image"
         of_images = self.reads == "image"
@@ -119,7 +121,8 @@ class ServedModel:
         `all_tokens`, of volumes with masks of organs, EvaluationError for a damaged calibration.
         """
         model = open_model(source).to(resolve_device(device))
-        if getattr(model.transform, "organs", False):
+        reads_organs = getattr(model.transform, "organs", False)
+        if reads_organs:
             if not all_tokens:
                 raise ConfigError(
                     f"{model.name} reads masks of organs, which uploads do not have; use `medvl "
@@ -145,6 +148,7 @@ class ServedModel:
             found, reason = calibration_for(own, prompts, calibration)
         served = cls(title, model, prompts, found, reason)
         served.is_demo = kind == "demo"
+        served.all_tokens = reads_organs
         return served
 
     def describe(self) -> dict[str, Any]:

@@ -116,6 +116,8 @@ def test_models_of_volumes_have_their_prompts_and_no_images_beside_them(tmp_path
         open_models([tmp_path / "ct", tmp_path / "cxr"], prompts="", device="cpu")
     with raises(ConfigError, "unsupported", "checkpoint"):  # uploads have no masks of organs
         open_models([tmp_path / "organs"], prompts="", device="cpu")
+    with raises(ConfigError, "unsupported", "all_tokens"):
+        open_models([tmp_path / "ct"], prompts="", device="cpu", all_tokens=True)
     [opened] = open_models([tmp_path / "organs"], prompts="", device="cpu", all_tokens=True)
     assert opened.abilities["heatmap"]
     volume = Volume(hu_DHW=np.full((6, 14, 13), 40, np.int16), spacing=(1.0, 1.0, 1.0))

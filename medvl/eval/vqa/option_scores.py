@@ -230,7 +230,7 @@ class LikelihoodScorer(OptionScorer):
             dataclasses.replace(question, question=text)
             for question, text in zip(questions, batch.texts, strict=True)
         ]
-        read = self.model.read(self._with_prompts(_rows_with_images(batch), asked))
+        read = self.model.read(self._inputs(batch, asked))
         texts = []
         row_Q = []
         for row, question in enumerate(asked):
@@ -250,8 +250,9 @@ class LikelihoodScorer(OptionScorer):
     def _texts(self, question: Question, option: str) -> list[str]:
         return self.templates.statements(question, option)
 
-    def _with_prompts(self, batch: Batch, questions: Sequence[Question]) -> Batch:
-        return batch
+    def _inputs(self, batch: Batch, questions: Sequence[Question]) -> Batch:
+        """Return what the model reads for each question."""
+        return _rows_with_images(batch)
 
     def _log_probability(self, texts: Sequence[str], read: Any) -> tuple[Tensor, Tensor]:
         """Return sums of log-probabilities, and numbers of tokens."""
@@ -278,7 +279,8 @@ class PromptLikelihoodScorer(LikelihoodScorer):
     def _texts(self, question: Question, option: str) -> list[str]:
         return [option]
 
-    def _with_prompts(self, batch: Batch, questions: Sequence[Question]) -> Batch:
+    def _inputs(self, batch: Batch, questions: Sequence[Question]) -> Batch:
+        # The model encodes an image once for all its questions.
         prompts = [self._prompt(question) for question in questions]
         longest = max(map(len, prompts))
         ids_BT = torch.zeros(len(prompts), longest, dtype=torch.int64)
@@ -310,7 +312,7 @@ class LetterScorer(PromptLikelihoodScorer):
             dataclasses.replace(question, question=text)
             for question, text in zip(questions, batch.texts, strict=True)
         ]
-        read = self.model.read(self._with_prompts(_rows_with_images(batch), asked))
+        read = self.model.read(self._inputs(batch, asked))
         first_B1 = torch.zeros(len(asked), 1, dtype=torch.int64, device=self.model.device)
         log_BV = self.model.score_words(first_B1, read)[:, 0].float().log_softmax(dim=1).cpu()
         most = max(len(question.options) for question in questions)

@@ -176,10 +176,13 @@ def test_letters_and_texts_of_a_causal_language_model(
     assert len(set(found[0].scores)) == 3
     texts = option_scorer(model, Templates(), get_protocol("medvl"))
     assert (texts.name, texts.sees_all_options) == ("likelihood", False)
+    encoded: list[int] = []
+    model.image_encoder.register_forward_hook(lambda _, images, __: encoded.append(len(images[0])))
     first, second = (
         texts.score(batch, asked),
         texts.score(batch, [asked[0], question(*OPTIONS), asked[2]]),
     )
+    assert encoded == [2, 2]  # once for all questions of an image
     assert first[1].scores[::-1] == pytest.approx(second[1].scores, abs=1e-4)
     expected = model.score_options(
         batch.image_BCHW[batch.image_of_B], batch.texts, [each.options for each in asked],
