@@ -160,7 +160,7 @@ OWN_JSON = {
     *("eval/core/full_pass", "eval/probing/features"),
     *("export/exporters/towers", "export/exporters/zero_shot"),
     "inference/folder",
-    *("models/checkpoint", "phantom/layouts/choices", "phantom/layouts/mimic_questions"),
+    *("models/checkpoint", "phantom/layouts/choices", "phantom/layouts/questions"),
     "phantom/layouts/writer",
     *("train/loop/logger", "train/loop/state"),
     *("train/parallel/distributed", "train/recipe_files"),

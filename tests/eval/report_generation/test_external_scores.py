@@ -223,7 +223,7 @@ def test_the_command_scores_reports_of_another_system(
     files = [str(write_chexbert(tmp_path / f"{side}.csv", texts, labels))
              for side, texts in (("g", GENERATED), ("r", REFERENCES))]  # fmt: skip
     cli.main(["eval", "report-generation", "--predictions", str(path), "--out",
-        str(tmp_path / "out"), "--resamples", "5",
+        str(tmp_path / "out"), "--resamples", "5", "--all",
               "--chexbert", *files])  # fmt: skip
     printed = capsys.readouterr().out
     assert "mean cider d" in printed
