@@ -12,7 +12,8 @@ severities.
 "Bilateral" is left and right. Findings, sides and severities are read by the labeler.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -34,65 +35,65 @@ CONTENTS = (REPEATED, CONTRADICTIONS, EQUAL_SIDES, OPPOSITE_SIDES, EQUAL_SEVERIT
 _BOTH = frozenset(("left", "right"))
 
 
-def repeated_sentences(text: str) -> int:
+def _repeated_sentences(text: str) -> int:
     """Return how many sentences of a text equal an earlier one, in their words."""
     sentences = [tuple(words(sentence)) for sentence in split_sentences(text)]
     known = [sentence for sentence in sentences if sentence]
     return len(known) - len(set(known))
 
 
-def contradictions(text: str) -> int:
-    """Return how many findings a text asserts and also denies, on no side or on the same one."""
-    mentions = find_mentions(text)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """What a text repeats, contradicts, and says of the findings that it asserts."""
+
+    repeated: int
+    """Sentences that equal an earlier one, in their words."""
+    contradictions: int
+    """Findings that are asserted and also denied, on no side or on the same one."""
+    sides: Mapping[str, frozenset[str]]
+    """Left and right of each asserted finding that is placed on a side."""
+    grades: Mapping[str, frozenset[str]]
+    """Severities (`medvl.data.reports.statements.SEVERITIES`) of each finding that has one."""
+
+
+def read_contents(text: str) -> Contents:
+    """Return the contents of a text."""
+    mentions = list(find_mentions(text))
     found: dict[int, set[tuple[str, str]]] = {POSITIVE: set(), NEGATIVE: set()}
-    for mention, (sides, _) in zip(mentions, places_of(mentions), strict=True):
+    sides_of: dict[str, frozenset[str]] = {}
+    grades: dict[str, frozenset[str]] = {}
+    for mention, (sides, _), severity in zip(
+        mentions, places_of(mentions), severities_of(mentions), strict=True
+    ):
+        finding = mention.finding
         if mention.value in found:
-            found[mention.value].add((mention.finding, " ".join(sides)))
+            found[mention.value].add((finding, " ".join(sides)))
+        if mention.value != POSITIVE:
+            continue
+        if named := _BOTH if "bilateral" in sides else _BOTH & {*sides}:
+            sides_of[finding] = sides_of.get(finding, frozenset()) | named
+        if severity:
+            grades[finding] = grades.get(finding, frozenset()) | {severity}
     denied = found[NEGATIVE]
     both = {name for name, side in found[POSITIVE] if {(name, side), (name, "")} & denied}
-    return len(both)
-
-
-def sides_of(text: str) -> dict[str, frozenset[str]]:
-    """Return the sides, left and right, of each finding that a text asserts on a side."""
-    mentions = list(find_mentions(text))
-    found: dict[str, frozenset[str]] = {}
-    for mention, (sides, _) in zip(mentions, places_of(mentions), strict=True):
-        named = _BOTH if "bilateral" in sides else _BOTH & {*sides}
-        if mention.value == POSITIVE and named:
-            found[mention.finding] = found.get(mention.finding, frozenset()) | named
-    return found
-
-
-def grades_of(text: str) -> dict[str, frozenset[str]]:
-    """Return the severities (`medvl.data.reports.statements.SEVERITIES`) of each finding that a
-    text asserts with one.
-    """
-    mentions = find_mentions(text)
-    found: dict[str, frozenset[str]] = {}
-    for mention, severity in zip(mentions, severities_of(mentions), strict=True):
-        if mention.value == POSITIVE and severity:
-            found[mention.finding] = found.get(mention.finding, frozenset()) | {severity}
-    return found
+    return Contents(
+        repeated=_repeated_sentences(text), contradictions=len(both), sides=sides_of, grades=grades
+    )
 
 
 def content_metrics(
-    texts: Sequence[str], references: Sequence[str], *, subgroup: str = ""
+    texts: Sequence[Contents], references: Sequence[Contents], *, subgroup: str = ""
 ) -> list[MetricGroup]:
     """Return the metrics of this module of pairs of texts."""
-    counts_N2 = np.array(
-        [[float(repeated_sentences(text)), float(contradictions(text))] for text in texts]
-    )
+    counts_N2 = np.array([[float(text.repeated), float(text.contradictions)] for text in texts])
     sides_N3 = np.zeros((len(texts), 3))  # placed in both, equal, opposite
     grades_N2 = np.zeros((len(texts), 2))  # graded in both, equal
     for row, (text, reference) in enumerate(zip(texts, references, strict=True)):
-        ours, theirs = sides_of(text), sides_of(reference)
-        for finding in ours.keys() & theirs.keys():
-            is_equal = ours[finding] == theirs[finding]
-            sides_N3[row] += (1, is_equal, not ours[finding] & theirs[finding])
-        ours, theirs = grades_of(text), grades_of(reference)
-        for finding in ours.keys() & theirs.keys():
-            grades_N2[row] += (1, ours[finding] == theirs[finding])
+        for finding in text.sides.keys() & reference.sides.keys():
+            ours, theirs = text.sides[finding], reference.sides[finding]
+            sides_N3[row] += (1, ours == theirs, not ours & theirs)
+        for finding in text.grades.keys() & reference.grades.keys():
+            grades_N2[row] += (1, text.grades[finding] == reference.grades[finding])
     return [
         mean_metrics(REPEATED, counts_N2[:, :1], [REPORT], subgroup=subgroup),
         mean_metrics(CONTRADICTIONS, counts_N2[:, 1:], [REPORT], subgroup=subgroup),

@@ -24,7 +24,7 @@ from medvl.eval.evaluation import Column, Evaluation, Outcome, Task, Trial
 from medvl.eval.html.page import Card, Cards, Deck, Page, header_facts, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.registry import register_evaluation
-from medvl.eval.report_generation.contents import content_metrics
+from medvl.eval.report_generation.contents import content_metrics, read_contents
 from medvl.eval.report_generation.external import ExternalOptions
 from medvl.eval.report_generation.generate import count_cut, generate_by_decoding, write_studies
 from medvl.eval.report_generation.grounded import grounded_metrics, labeler_judge
@@ -553,6 +553,7 @@ class ReportGeneration(Evaluation):
             for side in ("generated", "reference")
         )
         texts = [(line["generated"], line["reference"]) for line in lines]
+        contents = [[read_contents(text) for text in side] for side in zip(*texts, strict=True)]
         pairs = [(words(generated), words(reference)) for generated, reference in texts]
         stops = [
             (words_and_stops(generated), words_and_stops(reference))
@@ -568,7 +569,7 @@ class ReportGeneration(Evaluation):
             *perplexity_metrics([line.get("likelihood") for line in lines], OTHER_IMAGES),
             *stop_metrics(stops),
             clinical_metrics(generated_NL, reference_NL),
-            *content_metrics(*map(list, zip(*texts, strict=True))),
+            *content_metrics(*contents),
             *score_metrics(
                 {
                     name: np.array([number(line["scores"][name]) for line in lines])

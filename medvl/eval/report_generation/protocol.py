@@ -40,7 +40,7 @@ from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure, subgroups_of
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results, format_table
-from medvl.eval.report_generation.contents import CONTENTS, content_metrics
+from medvl.eval.report_generation.contents import CONTENTS, content_metrics, read_contents
 from medvl.eval.report_generation.metrics import (
     MEANS,
     METRICS,
@@ -285,6 +285,8 @@ def _metric_groups(
     }
     distinct = dict.fromkeys(itertools.chain(references, *decoded.values(), *baselines.values()))
     found = {text: label_report(text, conventions) for text in distinct}
+    contents = {text: read_contents(text) for text in distinct}
+    of_references = [contents[text] for text in references]
 
     def positive(texts: Sequence[str]) -> NDArray[np.bool_]:
         return positive_findings([found[text] for text in texts], uncertain)
@@ -295,7 +297,7 @@ def _metric_groups(
         of_subgroup[subgroup] = [
             *overlap_metrics(texts, references, subgroup=subgroup),
             clinical_metrics(positive(texts), positive(references), subgroup=subgroup),
-            *content_metrics(texts, references, subgroup=subgroup),
+            *content_metrics([contents[t] for t in texts], of_references, subgroup=subgroup),
         ]
         groups += of_subgroup[subgroup]
     for name in baselines:

@@ -12,10 +12,7 @@ from medvl.eval.report_generation.contents import (
     OPPOSITE_SIDES,
     REPEATED,
     content_metrics,
-    contradictions,
-    grades_of,
-    repeated_sentences,
-    sides_of,
+    read_contents,
 )
 
 PAIRS = [
@@ -29,19 +26,21 @@ PAIRS = [
 
 
 def test_repeated_sentences_are_compared_by_their_words() -> None:
-    assert repeated_sentences("No edema. no edema . No edema! The heart is large.") == 2
-    assert repeated_sentences("") == repeated_sentences("No edema.") == 0
+    assert read_contents("No edema. no edema . No edema! The heart is large.").repeated == 2
+    assert read_contents("").repeated == read_contents("No edema.").repeated == 0
 
 
 def test_contradictions_are_of_one_finding_and_side() -> None:
-    assert contradictions("No pleural effusion or edema. Left effusion. Moderate edema.") == 2
-    assert contradictions("No left pleural effusion. Right pleural effusion. No edema.") == 0
+    both = read_contents("No pleural effusion or edema. Left effusion. Moderate edema.")
+    assert both.contradictions == 2
+    neither = read_contents("No left pleural effusion. Right pleural effusion. No edema.")
+    assert neither.contradictions == 0
 
 
 def test_both_sides_are_bilateral() -> None:
     effusion = "Pleural Effusion"
-    assert sides_of("Bilateral pleural effusions.") == {effusion: {"left", "right"}}
-    assert sides_of("No left pleural effusion. The heart is enlarged.") == {}
+    assert read_contents("Bilateral pleural effusions.").sides == {effusion: {"left", "right"}}
+    assert read_contents("No left pleural effusion. The heart is enlarged.").sides == {}
 
 
 @pytest.mark.parametrize(
@@ -55,11 +54,14 @@ def test_both_sides_are_bilateral() -> None:
     ],
 )
 def test_severities_are_of_the_clause_or_of_the_sentence(text: str, expected: set[str]) -> None:
-    assert grades_of(text).get("Pleural Effusion", set()) == expected
+    assert read_contents(text).grades.get("Pleural Effusion", set()) == expected
 
 
 def test_shares_are_of_findings_that_both_place() -> None:
-    groups = content_metrics(*map(list, zip(*PAIRS, strict=True)), subgroup="x")
+    texts, references = zip(*PAIRS, strict=True)
+    groups = content_metrics(
+        [*map(read_contents, texts)], [*map(read_contents, references)], subgroup="x"
+    )
     weight_N1 = np.ones((len(PAIRS), 1))
     value_of = {
         row.metric: (row.n, value)
