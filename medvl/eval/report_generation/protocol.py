@@ -102,8 +102,9 @@ class GeneratedReport:
     subgroups: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Attribute -> group of the image (`medvl.eval.core.metric_rows`)."""
     likelihood: Mapping[str, float] | None = None
-    """Of the reference, by the model: "tokens", "words", "bytes", the "loss" of all tokens in nats,
-    and "loss_of_other_image". None: not known.
+    """How well the model predicts the reference: its numbers of "tokens", "words" and "bytes", the
+    "loss" summed over tokens in nats, and "loss_of_other_image" behind another image. None: the
+    likelihood was not computed.
     """
 
 
