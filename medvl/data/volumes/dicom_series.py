@@ -33,12 +33,12 @@ from medvl.data.dicom.rendering import modality_transform
 from medvl.data.dicom.tags import Tag
 from medvl.data.volumes.options import Gaps, Tilt
 from medvl.data.volumes.volume import (
-    AIR,
     DEFAULT_LIMITS,
     MAX_OBLIQUE,
     MAX_TILT,
     Volume,
     VolumeLimits,
+    padding_of,
     tilted,
     to_canonical,
     to_int16,
@@ -49,6 +49,9 @@ _T = TypeVar("_T")
 _DICOM_LIMITS = DicomLimits()
 _SAME_PLACE = 0.01  # mm
 _GAP = 0.01  # share of the median distance
+_SAME_DIRECTION = 2e-3  # of direction cosines
+_SAME_SPACING = 1e-3  # share of the pixel spacing
+_MOST_STACKS = 1000  # each file is compared with each stack
 _UNEVEN = 0.1  # the same, for distances that are resampled
 _LEAST_OF_STACK = 3
 _DERIVED = ("MPR", "REFORMATTED", "PROJECTION IMAGE", "MIP", "MINIP", "MAXIP", "CPR", "CURVED")
@@ -61,7 +64,7 @@ _PHASES = (Tag.ACQUISITION, Tag.TEMPORAL_POSITION, Tag.CONTENT_TIME, Tag.ECHO)
 class _Slice:
     path: Path
     stack: Hashable
-    """Equal for slices that may be stacked."""
+    """Equal for slices that may be stacked, where directions and spacing are near too."""
     shape: tuple[int, int]
     directions: np.ndarray
     """(2, 3): directions of a row and of a column."""
@@ -80,6 +83,17 @@ class _Slice:
     def place(self) -> float:
         """Position along the normal in mm."""
         return float(self.normal @ self.position)
+
+    def fits(self, other: "_Slice") -> bool:
+        """Return whether two slices have one stack, direction and spacing; writers of slices round
+        the numbers differently.
+        """
+        return (
+            self.stack == other.stack
+            and abs(self.spacing[0] - other.spacing[0]) <= _SAME_SPACING * self.spacing[0]
+            and abs(self.spacing[1] - other.spacing[1]) <= _SAME_SPACING * self.spacing[1]
+            and bool((abs(self.directions - other.directions) <= _SAME_DIRECTION).all())
+        )
 
 
 def read_dicom_series(
@@ -156,7 +170,13 @@ def decode_dicom_series(files: Sequence[bytes], *, limits: VolumeLimits = DEFAUL
 
 def _files_below(folder: Path, limits: VolumeLimits) -> list[Path]:
     paths: list[Path] = []
-    for root, _, names in os.walk(folder):
+    seen: set[str] = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(root)
+        if real in seen:  # a link to a folder that is read already
+            folders.clear()
+            continue
+        seen.add(real)
         paths += [Path(root) / name for name in names]
         if len(paths) > limits.files:
             raise VolumeError(
@@ -201,18 +221,29 @@ class _Reader:
 
     def stacks(self, *, derived: bool) -> list[list[_Slice]]:
         """Return the stacks of slices in the order of their places, most slices first."""
-        groups: dict[Hashable, list[_Slice]] = {}
+        groups: list[list[_Slice]] = []
         for path in self._paths:
             found = self._open(path, functools.partial(_slice, path, derived=derived))
             if isinstance(found, str):
                 self.dropped[found] += 1
+                continue
+            group = next((group for group in groups if group[0].fits(found)), None)
+            if group is None and len(groups) == _MOST_STACKS:
+                raise VolumeError(
+                    f"the folder has over {_MOST_STACKS} stacks; name that of one series",
+                    "conflict",
+                    field="stack",
+                )
+            if group is None:
+                groups.append([found])
             else:
-                groups.setdefault(found.stack, []).append(found)
-        if any(len(group) >= _LEAST_OF_STACK for group in groups.values()):
-            for key, group in list(groups.items()):
-                if len(group) < _LEAST_OF_STACK:  # an orientation of its own: a localizer
-                    self.dropped["localizer"] += len(groups.pop(key))
-        parts = [part for group in groups.values() for part in self._parts(group)]
+                group.append(found)
+        if any(len(group) >= _LEAST_OF_STACK for group in groups):
+            few = [group for group in groups if len(group) < _LEAST_OF_STACK]
+            groups = [group for group in groups if len(group) >= _LEAST_OF_STACK]
+            self.dropped["localizer"] += sum(map(len, few))  # an orientation of their own
+            self.dropped += Counter()  # drop a count of 0
+        parts = [part for group in groups for part in self._parts(group)]
         return sorted(parts, key=len, reverse=True)
 
     def read(self, slices: Sequence[_Slice], gaps: Gaps, tilt: Tilt, max_oblique: float) -> Volume:
@@ -248,7 +279,7 @@ class _Reader:
             )
         hu_DHW = np.empty((len(slices), *first.shape), np.int16)
         for slice_HW, each, shift in zip(hu_DHW, slices, shifts, strict=True):
-            slice_HW[:] = _shifted(self._pixels(each), shift)
+            slice_HW[:] = _shifted(self._pixels(each), shift, padding_of(first.modality))
         step = float(places[-1] - places[0]) / (len(slices) - 1)
         if not is_even:
             hu_DHW = _at_even_places(hu_DHW, (places - places[0]) / step)
@@ -291,9 +322,8 @@ class _Reader:
             layout = PixelLayout.from_file(file)
             transform = modality_transform(file.elements, layout)
             values_HW = transform(decode_frame(file, layout, 0))
-            if not chosen.is_hounsfield:  # -1024 is air in Hounsfield units only
-                values_HW = np.nan_to_num(values_HW, nan=0.0)
-            return to_int16(values_HW)
+            padding = padding_of(chosen.modality)
+            return to_int16(np.where(np.isfinite(values_HW), values_HW, padding))
 
         values = self._open(chosen.path, decode)
         if isinstance(values, str):
@@ -374,14 +404,14 @@ def _shifts(slices: Sequence[_Slice], places: np.ndarray, tilt: Tilt) -> np.ndar
     return np.round(shifts, 6)  # whole pixels stay whole
 
 
-def _shifted(values_HW: np.ndarray, shift: np.ndarray) -> np.ndarray:
-    """Return a slice with its content moved by pixels along (y, x); air moves in."""
+def _shifted(values_HW: np.ndarray, shift: np.ndarray, padding: int) -> np.ndarray:
+    """Return a slice with its content moved by pixels along (y, x); padding moves in."""
     if not shift.any():
         return values_HW
     from scipy import ndimage
 
     moved = ndimage.shift(
-        values_HW.astype(np.float32), shift, order=1, mode="grid-constant", cval=AIR
+        values_HW.astype(np.float32), shift, order=1, mode="grid-constant", cval=padding
     )
     return to_int16(moved)
 
@@ -409,7 +439,11 @@ def _slice(path: Path, file: DicomFile, *, derived: bool) -> _Slice | str:
         return "derived"
     position = elements.numbers(Tag.POSITION)
     orientation = elements.numbers(Tag.ORIENTATION)
+    if layout.samples > 1:
+        return "color"
     if layout.frames > 1:
+        if not position and not elements.vr(Tag.FRAME_GROUPS):  # a film, or rotating views
+            return "multi_frame"
         raise DicomError(
             "enhanced files with several frames are not read as a series; convert the file to one "
             "slice a file",
@@ -431,9 +465,7 @@ def _slice(path: Path, file: DicomFile, *, derived: bool) -> _Slice | str:
         path=path,
         stack=(
             elements.raw(Tag.SERIES),
-            tuple(np.round(directions, 3).ravel() + 0.0),  # -0.0 is 0.0
             shape,
-            tuple(np.round(spacing, 4)),
             modality,
         ),
         shape=shape,
@@ -442,7 +474,9 @@ def _slice(path: Path, file: DicomFile, *, derived: bool) -> _Slice | str:
         position=_vector(position, 3, Tag.POSITION),
         phases=tuple(elements.raw(tag) for tag in _PHASES),
         modality=modality,
-        is_hounsfield=modality == "CT" and rescale_type in (None, "HU"),
+        is_hounsfield=modality == "CT"
+        and rescale_type in (None, "HU")
+        and elements.vr(Tag.INTERCEPT) is not None,
     )
 
 

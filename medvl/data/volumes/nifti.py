@@ -37,6 +37,8 @@ _SIZES = {348: "Nifti1Header", 540: "Nifti2Header"}
 _MAX_OFFSET = 64 << 20  # header extensions, which are skipped
 _GZIP_RATIO = 1032  # the largest of deflate
 _PIECE = 1 << 20
+_LEAST_RANGE = 16
+"""Range of values with fractions below which rounding to int16 would lose the picture."""
 _MILLIMETRES = {"meter": 1000.0, "mm": 1.0, "micron": 0.001, "unknown": 1.0}
 _RAS_TO_LPS = np.diag([-1.0, -1.0, 1.0])
 
@@ -54,7 +56,9 @@ def read_nifti(
     """Read one volume.
 
     A value is stored * slope + intercept of the header; a slope of 0 or NaN means neither. Values
-    are rounded to int16. The orientation is that of the header's sform, else of its qform.
+    are rounded to int16. The orientation is that of the header's sform, else of its qform; a header
+    with both must have one direction and spacing for each axis, because programs differ in which
+    one they read.
 
     Args:
         path: .nii or .nii.gz.
@@ -71,8 +75,9 @@ def read_nifti(
     Raises:
         FileNotFoundError: the file does not exist.
         VolumeError: "malformed", "truncated", "too_large"; "unsupported": not one volume of real
-            numbers (4-D, colour, complex, .hdr/.img pairs); "missing": no orientation; "conflict":
-            a rescale beside that of the header; "tilt", "oblique": see `Volume`; and the codes of
+            numbers (4-D, colour, complex, .hdr/.img pairs), or fractions that int16 would lose;
+            "missing": no orientation; "conflict": a rescale beside that of the header, or an sform
+            against the qform; "tilt", "oblique": see `Volume`; and the codes of
             `InputFolders.open`.
         ConfigError: "out_of_range" for `orientation`.
         ImportError: nibabel is not installed.
@@ -261,6 +266,14 @@ def _steps(header: Any, axes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray
         affine, code = header.get_sform(coded=True)
         if not code:
             affine, code = header.get_qform(coded=True)
+        elif not _agree(affine, _qform(header)):
+            raise VolumeError(
+                "the sform and the qform of the header differ in the direction or the spacing of "
+                "an axis, so left and right are uncertain; correct the header, or give orientation "
+                "and spacing",
+                "conflict",
+                field="orientation",
+            )
     except (KeyError, HeaderDataError, ValueError):
         raise VolumeError("the orientation of the header is damaged", "malformed") from None
     if code:
@@ -274,6 +287,30 @@ def _steps(header: Any, axes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray
             field="orientation",
         )
     return axes * np.asarray(header["pixdim"][1:4], np.float64) * unit, None
+
+
+def _qform(header: Any) -> np.ndarray | None:
+    """Return the affine of the qform, None where there is none or it is damaged."""
+    from nibabel.spatialimages import HeaderDataError
+
+    try:
+        affine: np.ndarray | None = header.get_qform(coded=True)[0]
+    except HeaderDataError:
+        return None
+    return affine
+
+
+def _agree(sform: np.ndarray, qform: np.ndarray | None) -> bool:
+    """Return whether two affines have the same directions, up to 10 degrees, and spacings, up to
+    2 %; True without a second one.
+    """
+    if qform is None:
+        return True
+    one, other = sform[:3, :3], qform[:3, :3]
+    lengths = np.linalg.norm(one, axis=0), np.linalg.norm(other, axis=0)
+    cosines = (one * other).sum(axis=0) / np.maximum(lengths[0] * lengths[1], 1e-12)
+    is_near = np.allclose(lengths[0], lengths[1], rtol=0.02, atol=0)
+    return bool((cosines > 0.985).all()) and is_near
 
 
 def _voxels(
@@ -311,14 +348,25 @@ def _voxels(
     stream.skip_to(int(offset))
     out_KJI = np.empty(shape[::-1], np.int16)
     count = shape[0] * shape[1]
+    low, high, has_fractions = math.inf, -math.inf, False
     for slice_JI in out_KJI:
         data = bytearray()
         while len(data) < count * dtype.itemsize:
             data += stream.read(min(_PIECE, count * dtype.itemsize - len(data)))
         stored = np.frombuffer(data, dtype)
         values = stored * slope + intercept if scales else stored
+        if values.dtype.kind == "f":
+            finite = values[np.isfinite(values)]
+            low, high = finite.min(initial=low), finite.max(initial=high)
+            has_fractions = has_fractions or bool((np.rint(finite) != finite).any())
         slice_JI[:] = to_int16(values.astype(values.dtype.newbyteorder("="))).reshape(
             slice_JI.shape
+        )
+    if has_fractions and high - low < _LEAST_RANGE:
+        raise VolumeError(
+            f"the values are fractions from {low:.3g} to {high:.3g}, which int16 would lose; "
+            "multiply them first, such as by 1,000",
+            "unsupported",
         )
     stream.read_up_to(io.DEFAULT_BUFFER_SIZE)  # gzip compares its checksum at the end
     return out_KJI

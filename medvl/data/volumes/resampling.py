@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import cv2
 import numpy as np
 
-from medvl.data.volumes.volume import AIR, Volume, to_int16
+from medvl.data.volumes.volume import AIR, Volume, padding_of, to_int16
 from medvl.errors import ConfigError
 
 _UNFILTERED = 1.5
@@ -117,8 +117,13 @@ def _interpolate_depth(slab_DHW: np.ndarray, depth: int) -> np.ndarray:
     return mixed
 
 
-def crop_or_pad(volume: Volume, size: Sequence[int], *, value: int = AIR) -> Volume:
+def crop_or_pad(volume: Volume, size: Sequence[int], *, value: int | None = None) -> Volume:
     """Cut a volume around its centre, or pad it, to a number of voxels along (z, y, x).
+
+    Args:
+        volume: source.
+        size: voxels along (z, y, x).
+        value: that of padding; None: -1024 for CT and volumes without a modality, else 0.
 
     Raises:
         ConfigError: "out_of_range" for `size`.
@@ -129,7 +134,8 @@ def crop_or_pad(volume: Volume, size: Sequence[int], *, value: int = AIR) -> Vol
             "out_of_range",
             field="size",
         )
-    out_DHW = np.full(tuple(size), value, volume.hu_DHW.dtype)
+    fill = padding_of(volume.modality) if value is None else value
+    out_DHW = np.full(tuple(size), fill, volume.hu_DHW.dtype)
     source = []
     target = []
     for before, after in zip(volume.hu_DHW.shape, size, strict=True):

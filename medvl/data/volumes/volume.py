@@ -24,6 +24,9 @@ MAX_OBLIQUE = 20.0
 
 _SOFT = (-200, 300)
 _LUNG = (-950, -600)
+_DENSE = 800
+"""Hounsfield units above which little of a body is: cortical bone, teeth and metal."""
+_MOST_DENSE = 0.2
 _INT16 = np.iinfo(np.int16)
 
 
@@ -66,15 +69,21 @@ class Volume:
     """
     dropped: Mapping[str, int] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
     """Number of files of the folder that are no slice of the volume, by kind: localizer, derived,
-    duplicate, no_position, not_dicom, no_pixels, beyond_gap.
+    duplicate, no_position, not_dicom, no_pixels, color, multi_frame, beyond_gap.
     """
+
+
+def padding_of(modality: str | None) -> int:
+    """Return the value of padding: `AIR` for CT and files that state no modality, 0 for others."""
+    return AIR if modality in (None, "CT") else 0
 
 
 def check_hounsfield(volume: Volume) -> None:
     """Check that the values of a CT can be Hounsfield units.
 
     The median of an elliptic cylinder at the centre must be that of soft tissue, or most of its
-    voxels must be soft tissue or lung. A CT that was rescaled twice, or never, fails.
+    voxels must be soft tissue or lung; few may be denser than bone usually is, as soft tissue is
+    where lung has the values of soft tissue. A CT that was rescaled twice, or never, fails.
 
     Raises:
         VolumeError: "not_hu".
@@ -87,11 +96,13 @@ def check_hounsfield(volume: Volume) -> None:
     values = slab_DHW[:, inside_HW]
     median = float(np.median(values))
     body = sum(float(np.mean((values >= low) & (values <= high))) for low, high in (_SOFT, _LUNG))
-    if not (_SOFT[0] <= median <= _SOFT[1] or body > 0.5):
+    dense = float(np.mean(values > _DENSE))
+    if not (_SOFT[0] <= median <= _SOFT[1] or body > 0.5) or dense > _MOST_DENSE:
         message = (
             f"the values are not Hounsfield units: expected a median of {_SOFT[0]} to {_SOFT[1]} "
-            f"at the centre, or over 50 % soft tissue and lung, got {median:g} and "
-            f"{100 * body:.0f} %; rescale the stored values exactly once"
+            f"at the centre, or over 50 % soft tissue and lung, and at most "
+            f"{100 * _MOST_DENSE:.0f} % above {_DENSE}, got {median:g}, {100 * body:.0f} % and "
+            f"{100 * dense:.0f} %; rescale the stored values exactly once"
         )
         raise VolumeError(message, "not_hu")
 

@@ -1,10 +1,12 @@
 """DICOM series with known volumes: order, gaps, localizers, rescales, copies, several stacks."""
 
 import numpy as np
+import pydicom
 import pytest
 from helpers.dicom_builder import image_dataset, write_dataset
 from helpers.errors import raises
 from helpers.volume_files import canonical, write_series, write_slice
+from pydicom.dataset import Dataset
 
 from medvl.data.volumes.dicom_series import read_dicom_series
 from medvl.data.volumes.volume import VolumeLimits
@@ -80,6 +82,11 @@ def test_padding_becomes_air(tmp_path, modality, pad):
 def test_other_rescales_of_ct_are_no_hounsfield_units(tmp_path):
     write_series(tmp_path / "a", HU, RescaleType="US")
     assert read_dicom_series(tmp_path / "a").is_hounsfield is False
+    for path in write_series(tmp_path / "b", HU):
+        data = pydicom.dcmread(path)
+        del data.RescaleIntercept
+        data.save_as(path)
+    assert read_dicom_series(tmp_path / "b").is_hounsfield is False
 
 
 def test_missing_and_uneven_slices_are_a_gap(tmp_path):
@@ -262,17 +269,47 @@ def test_damaged_geometry_is_refused(tmp_path, fields, code, field):
         read_dicom_series(tmp_path / "a")
 
 
-def test_frames_are_no_series(tmp_path):
-    frames = image_dataset(
-        np.zeros((3, 5, 4), np.uint16),
-        NumberOfFrames=3,
-        ImageOrientationPatient=[1, 0, 0, 0, 1, 0],
-        ImagePositionPatient=[0, 0, 0],
-    )
-    (tmp_path / "a").mkdir()
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"ImageOrientationPatient": [1, 0, 0, 0, 1, 0], "ImagePositionPatient": [0, 0, 0]},
+        {"PerFrameFunctionalGroupsSequence": [Dataset()] * 3},  # enhanced CT
+    ],
+)
+def test_frames_are_no_series(tmp_path, fields):
+    frames = image_dataset(np.zeros((3, 5, 4), np.uint16), NumberOfFrames=3, **fields)
+    write_series(tmp_path / "a", HU)
     write_dataset(tmp_path / "a" / "x", frames)
     with raises(DicomError, "multi_frame"):
         read_dicom_series(tmp_path / "a")
+
+
+def test_films_and_colour_beside_slices_are_dropped(tmp_path):
+    write_series(tmp_path / "a", HU)
+    film = image_dataset(np.zeros((3, 5, 4), np.uint16), NumberOfFrames=3, Modality="CT")
+    write_dataset(tmp_path / "a" / "x", film)
+    fused = image_dataset(
+        np.zeros((5, 4, 3), np.uint8),
+        ImageOrientationPatient=[1, 0, 0, 0, 1, 0],
+        ImagePositionPatient=[-10, -20, 103],
+        PixelSpacing=[0.7, 0.8],
+    )
+    write_dataset(tmp_path / "a" / "y", fused)
+    volume = read_dicom_series(tmp_path / "a")
+    np.testing.assert_array_equal(volume.hu_DHW, HU)
+    assert dict(volume.dropped) == {"multi_frame": 1, "color": 1}
+
+
+def test_numbers_that_differ_in_their_last_digits_are_one_stack(tmp_path):
+    fields = {
+        index: {
+            "ImageOrientationPatient": [1, 0.0005 + sign * 1e-8, 0, -0.0005, 1, 0],
+            "PixelSpacing": [0.70315 + sign * 1e-8, 0.8],
+        }
+        for index, sign in enumerate((1, -1, 1, -1, 1, -1))
+    }
+    write_series(tmp_path / "a", HU, fields=fields)
+    np.testing.assert_array_equal(read_dicom_series(tmp_path / "a").hu_DHW, HU)
 
 
 def test_small_and_large_folders(tmp_path):
@@ -295,5 +332,16 @@ def test_links_out_of_the_folder_are_refused(tmp_path):
     write_series(tmp_path / "a", HU)
     secret = write_slice(tmp_path / "other", HU[0], (0, 0, 0))
     (tmp_path / "a" / "x").symlink_to(secret)
+    with raises(DicomError, "outside_folder"):
+        read_dicom_series(tmp_path / "a")
+
+
+def test_linked_folders_are_read_once(tmp_path):
+    write_series(tmp_path / "a", HU[:4])
+    write_slice(tmp_path / "b", HU[4], (-10, -20, 106))
+    write_series(tmp_path / "c", HU[:3])
+    (tmp_path / "a" / "again").symlink_to(tmp_path / "a")
+    np.testing.assert_array_equal(read_dicom_series(tmp_path / "a").hu_DHW, HU[:4])
+    (tmp_path / "a" / "out").symlink_to(tmp_path / "c")
     with raises(DicomError, "outside_folder"):
         read_dicom_series(tmp_path / "a")

@@ -63,7 +63,7 @@ def test_a_ras_file_is_turned_to_head_back_left(tmp_path):
 )
 @pytest.mark.parametrize("scaling", [(0, 0), (np.nan, 0), (2, -1024), (0.5, 3)])
 def test_stored_types_and_slopes_equal_nibabel(tmp_path, dtype, scaling):
-    array = np.arange(24).reshape(2, 3, 4).astype(dtype)
+    array = (5 * np.arange(24)).reshape(2, 3, 4).astype(dtype)
     header = nibabel.Nifti1Header(endianness=">" if str(dtype).startswith(">") else "<")
     header.set_data_dtype(array.dtype)
     header.set_data_shape(array.shape)
@@ -99,6 +99,34 @@ def test_qform_units_and_files_without_orientation(tmp_path):
     image.set_qform(np.diag([-1, -1, 1, 1]), 1)
     nibabel.save(image, tmp_path / "qform.nii")
     np.testing.assert_array_equal(read_nifti(tmp_path / "qform.nii").hu_DHW, told.hu_DHW)
+
+
+def test_an_sform_against_the_qform_is_a_conflict(tmp_path):
+    steps = np.diag([-0.7, -0.8, 2, 1])
+    turned = steps.copy()
+    turned[0, 2] = 0.2  # 6 degrees, which the qform has at right angles
+    for qform, is_refused in [
+        (steps, False),
+        (turned, False),
+        (np.diag([0.7, -0.8, 2, 1]), True),  # left and right
+        (np.diag([-0.7, -0.8, 3, 1]), True),
+    ]:
+        image = nibabel.Nifti1Image(canonical(), None)
+        image.set_sform(steps, 1)
+        image.set_qform(qform, 1)
+        nibabel.save(image, tmp_path / "a.nii")
+        if is_refused:
+            with raises(VolumeError, "conflict", "orientation"):
+                read_nifti(tmp_path / "a.nii")
+        told = read_nifti(tmp_path / "a.nii", orientation="LPS", spacing=(0.7, 0.8, 2))
+        np.testing.assert_array_equal(told.hu_DHW, canonical().T)
+
+
+def test_fractions_that_int16_would_lose_are_refused(tmp_path):
+    values = np.linspace(0, 1, 24, dtype=np.float32).reshape(2, 3, 4)
+    with raises(VolumeError, "unsupported", names="from 0 to 1"):
+        read_nifti(save(tmp_path / "a.nii", values))
+    assert read_nifti(save(tmp_path / "a.nii", 100 * values)).hu_DHW.max() == 100
 
 
 @pytest.mark.parametrize(
@@ -221,6 +249,9 @@ def test_lungs_are_hounsfield(share):
     hu_DHW[:, :, : int(share * 100)] = -850  # at 0.5, the median is between lung and tissue
     hu_DHW[:, :, 50] = -450
     check_hounsfield(Volume(hu_DHW=hu_DHW, spacing=(1, 1, 1)))
+    if share == 0.55:  # stored values, where lung has those of soft tissue
+        with raises(VolumeError, "not_hu"):
+            check_hounsfield(Volume(hu_DHW=hu_DHW + np.int16(1024), spacing=(1, 1, 1)))
 
 
 def test_missing_files_and_folders_are_refused(tmp_path):
