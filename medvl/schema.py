@@ -6,7 +6,7 @@ error types only, and torch only for types.
 
 Shape letters, here and everywhere: B batch, T text tokens, W words, S sentences, P patches or
 regions, D feature dim, E shared embedding dim, C channels, H and W height and width, L labels, N
-and M counts of images and texts, O organs.
+and M counts of images and texts, O organs, V other images of a study.
 """
 
 from __future__ import annotations  # torch is imported for the type checker only
@@ -201,12 +201,12 @@ class Inputs:
     """The patient's previous image, from sources that have the order of a patient's studies
     (`Sample.order`).
     """
-    other_view: bool = False
-    """Another image of the same study. The loader then yields each study once
+    other_views: int = 0
+    """Maximum number of other images of the same study. Above 0, the loader yields each study once
     (`medvl.data.loading.studies`).
     """
     drawn_view: bool = False
-    """The same as an augmentation: in training, image and other image are two of the study,
+    """One other image as an augmentation: in training, image and other image are two of the study,
     drawn in each epoch.
     """
     labels: bool = False
@@ -233,15 +233,20 @@ class Inputs:
         prior_image = self.prior_image and self.prompt is not None
         return Inputs(
             regions=self.regions,
-            other_view=self.other_view,
+            other_views=self.other_views,
             prior_image=prior_image,
             prompt=self.prompt,
         )
 
     @property
     def by_study(self) -> bool:
-        """Whether a row of a batch is a study, with two of its images."""
-        return self.other_view or self.drawn_view
+        """Whether a row of a batch is a study, with several of its images."""
+        return self.study_images > 1
+
+    @property
+    def study_images(self) -> int:
+        """Maximum number of images of a row, without priors."""
+        return 1 + max(self.other_views, int(self.drawn_view))
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -382,10 +387,14 @@ class Batch:
     """uint8: the patient's previous image (`Inputs.prior_image`), one for each of `image_BCHW`."""
     has_prior_B: Tensor | None = None
     """bool: False where a sample has no previous image and its pixels are a placeholder."""
-    other_view_BCHW: Tensor | None = None
-    """uint8: another image of the same study (`Inputs.other_view` or `Inputs.drawn_view`)."""
-    has_other_view_B: Tensor | None = None
-    """bool: False where a study has one image only and these pixels are a placeholder."""
+    other_views_BVCHW: Tensor | None = None
+    """uint8: other images of the same study (`Inputs.other_views` or `Inputs.drawn_view`), padded
+    to the most of them in the batch. None: all studies have one image.
+    """
+    other_regions_BVPD: Tensor | None = None
+    """Stored features of the other images in place of `other_views_BVCHW` (`regions_BPD`)."""
+    has_other_view_BV: Tensor | None = None
+    """bool: False where a study has fewer images and these pixels are a placeholder."""
     prompt_ids_BT: Tensor | None = None
     """int64 token ids of what is known about each study before its report, with one image marker a
     row (`Inputs.prompt`). None: images alone.

@@ -9,9 +9,9 @@
     torchrun recipes/cxrmate_mimic.py rewards-tiny
     medvl eval report-generation --checkpoint runs/cxrmate-mimic/best --data shards/mimic-cxr/test
 
-Preset `paper`: two images of a study, the previous image and report, and the indication, as a
-prefix; a Llama of six layers of width 768 from random weights; AdamW at 5e-5, constant, batch 32.
-The published image encoder, UniFormer-B, is not in timm.
+Preset `paper`: at most five images of a study, the previous image and report, and the indication,
+as a prefix; a Llama of six layers of width 768 from random weights; AdamW at 5e-5, constant, batch
+32. The published image encoder, UniFormer-B, is not in timm.
 
 Preset `rewards`: self-critical training of the result of `paper` on the F1 of present findings with
 their sides, and on n-grams, with an entropy of 0.05 (EAST). `--rewards.weights.sentences 1` also
@@ -25,8 +25,8 @@ width 128. Preset `rewards-tiny` compares texts of one image with each other (GR
 Measured on 586 test studies of `medvl phantom openi --patients 6000 --size 160` (4,754 studies to
 train on), greedy, with one CPU core for each run, after 5 and 4 minutes, seed 0:
 
-    medvl train cxrmate tiny --init-from demo --train.epochs None --train.steps 1000
-    medvl train cxrmate rewards-tiny --train.epochs None --train.steps 81
+    medvl train cxrmate tiny --init-from demo --model.views 2 --train.epochs None --train.steps 1000
+    medvl train cxrmate rewards-tiny --model.views 2 --train.epochs None --train.steps 81
     medvl eval report-generation --checkpoint quickstart/cxrmate-rewards/last --data SHARDS/test
 
                  F1, micro              BLEU-4   distinct, commonest   repeated   contrary   sides

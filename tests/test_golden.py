@@ -157,8 +157,8 @@ def batches(config: Any, tokenizer: Any, labels: bool, steps: int) -> Iterator[B
             sentence_BT=torch.where(mask_BT, 0, -1),
             second_image_BCHW=images[rows].flip(3).to(torch.uint8),
             prior_BCHW=images[rows.flip(0)].to(torch.uint8), has_prior_B=torch.arange(PAIRS) > 0,
-            other_view_BCHW=images[rows].flip(2).to(torch.uint8),
-            has_other_view_B=torch.arange(PAIRS) % 2 > 0, has_second_text_B=torch.ones(PAIRS,
+            other_views_BVCHW=images[rows].flip(2).to(torch.uint8)[:, None],
+            has_other_view_BV=torch.arange(PAIRS)[:, None] % 2 > 0, has_second_text_B=torch.ones(PAIRS,
             dtype=torch.bool), statement_ids_BST=ids_BT[:, None], statement_mask_BST=mask_BT[:,
             None], position_BL=torch.tensor([positions_of(text, entities or ()) for text in texts]),
         )  # fmt: skip

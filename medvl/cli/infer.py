@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,6 +40,7 @@ def infer(
     organ_masks: Path | None = None,
     organ_labels: OrganLabels = "totalsegmentator2",
     all_tokens: bool = False,
+    by_study: bool = False,
     device: str = "auto",
 ) -> str:
     """Score images against texts, answer questions about them, or write their reports; print a
@@ -72,6 +74,8 @@ def infer(
             organs.
         all_tokens: for fvlm, read all of a volume for each organ, without masks; it was trained
             within them.
+        by_study: for report generators, take the images of a folder as one study, in the order of
+            their names, and write one report of it.
         device: auto, cpu or cuda.
     """
     from medvl.eval.core.open import load_model
@@ -116,6 +120,8 @@ def infer(
         settings["probabilities"] = {
             name: dataclasses.asdict(each) for name, each in model.calibrated.items()
         }
+    if by_study:
+        settings["by_study"] = True
     if accepted:
         settings["modality"] = sorted(accepted)
     if nifti and drawn and of_volumes:
@@ -130,6 +136,7 @@ def infer(
         batch=batch,
         frame=frame,
         modality=accepted,
+        by_study=by_study,
     )
     skipped = count_skipped(results)
     if sum(skipped.values()) == len(results):
@@ -231,6 +238,11 @@ def _notes(
     """
     from medvl.inference.models import Expected, describe_doubts
 
+    unread = Counter[str]()
+    for result in results:
+        unread.update(result.unread)
+    if unread:
+        yield f"\n{unread.total()} images of studies not read: {_counts(unread)}"
     if skipped:
         yield f"\n{sum(skipped.values())} of {len(results)} images skipped: {_counts(skipped)}"
     warning = describe_doubts(

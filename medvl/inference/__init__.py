@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         infer as infer,
         prompts_for as prompts_for,
         write_report as write_report,
+        write_study_reports as write_study_reports,
     )
     from medvl.inference.embeddings import EmbeddingFile as EmbeddingFile, embed as embed
     from medvl.inference.generation import (

@@ -4,7 +4,7 @@ reports.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -35,6 +35,7 @@ from medvl.inference.models import (
     make_batch,
     open_model,
     refuse,
+    study_batches,
     texts_for,
     warn_of_other_images,
 )
@@ -44,7 +45,7 @@ from medvl.models.base import System, evaluating
 from medvl.models.downstream.vqa.model import question_attention
 from medvl.models.heatmaps import on_image
 from medvl.models.text_decoding import Decoding
-from medvl.schema import Embeddings
+from medvl.schema import Batch, Embeddings
 
 # Prompt sets from the texts of a user: names of findings, phrases, pairs of sentences.
 
@@ -495,14 +496,40 @@ def write_report(
         ImageError, DicomError, FileNotFoundError: an image cannot be read.
     """
     system = open_model(model)
+    reports = _write(
+        system, (make_batch(system, image) for image in batches(system, images)), decoding
+    )
+    return reports[0] if is_single(images) else reports
+
+
+def write_study_reports(
+    model: System | Path | str,
+    studies: Sequence[Sequence[ImageInput]],
+    *,
+    decoding: Decoding | None = None,
+) -> list[str]:
+    """Return the report that a model writes for each study, from its images.
+
+    Args:
+        model: as in `write_report`.
+        studies: the images of each study, one or more; a model reads as many of them, from the
+            first on, as it was built for (`views`).
+        decoding: greedy by default (`medvl.models.Decoding`).
+
+    Raises as `write_report`, ConfigError for a study without an image.
+    """
+    system = open_model(model)
+    return _write(system, study_batches(system, studies), decoding)
+
+
+def _write(system: System, batches: Iterable[Batch], decoding: Decoding | None) -> list[str]:
+    """Return the reports of batches. Raises ConfigError for a model that writes none."""
     if not isinstance(system, ReportWriter):
         raise refuse(system, "write reports", CAN_WRITE)
     tokenizer = system.require_tokenizer("writing")
-    reports: list[str] = []
     with evaluating(system):
-        for image_BCHW in batches(system, images):
-            batch = make_batch(system, image_BCHW)
-            reports += [
-                text for text, _ in decode_texts(system, tokenizer, batch, decoding or Decoding())
-            ]
-    return reports[0] if is_single(images) else reports
+        return [
+            text
+            for batch in batches
+            for text, _ in decode_texts(system, tokenizer, batch, decoding or Decoding())
+        ]

@@ -35,7 +35,14 @@ from medvl.eval.grounding.evaluation import draw_grounding
 from medvl.eval.grounding.heatmaps import has_volume_patches
 from medvl.eval.report_generation.generate import ReportWriter
 from medvl.eval.zero_shot_classification.calibration import Calibration, FindingCalibration
-from medvl.inference.answers import ABLE, Scorer, answer, heatmap, write_report
+from medvl.inference.answers import (
+    ABLE,
+    Scorer,
+    answer,
+    heatmap,
+    write_report,
+    write_study_reports,
+)
 from medvl.inference.models import Expected, batches, header_of, refuse
 from medvl.inference.volumes import (
     draw_volume_map,
@@ -74,13 +81,17 @@ class ImageResult:
     """Values of the DICOM header; None if it lacks them, and for other files."""
     warning: str | None = None
     """Why the image is no chest radiograph, such as "MR, HEAD"."""
+    unread: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Reason -> number of images of a study that were not read."""
 
     def as_json(self) -> str:
         """Return a line of `results.jsonl`."""
         reason = {} if self.skipped is None else {"skipped": self.skipped}
         pictures = {"overlays": list(self.overlays)} if self.overlays else {}
         header = {name: getattr(self, name) for name in HEADER if getattr(self, name) is not None}
+        unread = {"unread": dict(self.unread)} if self.unread else {}
         row = {"image": self.image, "values": dict(self.values), **pictures, **reason, **header}
+        row |= unread
         return json.dumps(row, ensure_ascii=False)
 
 
@@ -150,6 +161,10 @@ class ImageModel:
             for row in self._run(image_BCHW)
         ]
 
+    def of_studies(self, studies: Sequence[Sequence[np.ndarray]]) -> list[dict[str, Value]]:
+        """Return the reports of studies, from the pixels of their images."""
+        return [{"report": text} for text in write_study_reports(self.model, studies)]
+
     def _calibrate(self, scores: Sequence[Sequence[float]]) -> list[dict[str, Value]]:
         rows = _rows(self.names, scores)
         for row in rows:
@@ -175,10 +190,11 @@ def infer_files(
     batch: int = 32,
     frame: int | None = None,
     modality: Sequence[str] = (),
+    by_study: bool = False,
     progress: bool | None = None,
 ) -> list[ImageResult]:
-    """Return the results of image files, in order; those that cannot be read are skipped with their
-    reason.
+    """Return the results of image files, or of studies, in order; those that cannot be read are
+    skipped with their reason.
 
     Args:
         model: the model with its texts.
@@ -194,24 +210,38 @@ def infer_files(
         modality: modalities to accept; DICOM files of others are skipped as "other_modality".
             Empty: all are accepted, and images of another kind than the model's training images
             have a `warning`.
+        by_study: the files of a folder are a study, which has one report; the folder is its name.
         progress: True for a progress bar, None for one on a terminal.
 
-    Raises ConfigError if `out` has other content, or results of other settings.
+    Raises ConfigError if `out` has other content, or results of other settings, and with `by_study`
+    for a model that writes no reports.
     """
+    if by_study and model.gives != "report":
+        raise refuse(model.model, "write a report of a study", "leave by_study out")
     result_of = {} if out is None else _open_folder(out, dict(settings or {}))
-    todo = [path for path in images if image_name(path) not in result_of]
+    files_of: dict[Path, list[Path]] = {}
+    for path in images:
+        files_of.setdefault(path.parent if by_study else path, []).append(path)
+    todo = [row for row in files_of.items() if image_name(row[0]) not in result_of]
     with tqdm(
-        total=len(images), initial=len(images) - len(todo), unit="img", disable=_hidden(progress)
+        total=len(files_of),
+        initial=len(files_of) - len(todo),
+        unit="study" if by_study else "img",
+        disable=_hidden(progress),
     ) as bar:
         for start in range(0, len(todo), batch):
-            drawing = None if out is None else _Drawing(out, overlays, nifti)
-            results = _infer_batch(model, todo[start : start + batch], frame, drawing, modality)
+            part = dict(todo[start : start + batch])
+            if by_study:
+                results = _infer_studies(model, part, frame, modality)
+            else:
+                drawing = None if out is None else _Drawing(out, overlays, nifti)
+                results = _infer_batch(model, [*part], frame, drawing, modality)
             if out is not None:
                 with open_own(out / LINES) as file:
                     file.writelines(f"{result.as_json()}\n".encode() for result in results)
             result_of |= {result.image: result for result in results}
             bar.update(len(results))
-    in_order = [result_of[image_name(path)] for path in images]
+    in_order = [result_of[image_name(path)] for path in files_of]
     if out is not None:
         rows = [
             [
@@ -259,6 +289,37 @@ def _infer_batch(
         drawn = () if drawing is None else _draw(model, path, pixels, row, drawing)
         results.append(dataclasses.replace(result, values=row, overlays=drawn))
     return results
+
+
+def _infer_studies(
+    model: ImageModel,
+    files_of: Mapping[Path, Sequence[Path]],
+    frame: int | None,
+    modality: Sequence[str],
+) -> list[ImageResult]:
+    """Return the reports of studies, from the images that can be read."""
+    limit = model.model.inputs.study_images
+    expected = Expected.by(model.model)
+    found = []
+    for folder, files in files_of.items():
+        images = read_files(model.model, files, frame, modality)
+        readable = [pixels for pixels in images if not isinstance(pixels, str)]
+        unread = Counter(reason for reason in images if isinstance(reason, str))
+        unread["over_limit"] += max(0, len(readable) - limit)
+        doubts = (None if modality else expected.doubt(header_of(path)) for path in files)
+        result = ImageResult(
+            image=image_name(folder),
+            skipped=None if readable else next(iter(unread)),
+            warning=next(filter(None, doubts), None) if readable else None,
+            unread=+unread,
+        )
+        found.append((result, readable))
+    studies = [images for _, images in found if images]
+    reports = iter(model.of_studies(studies) if studies else [])
+    return [
+        dataclasses.replace(result, values=next(reports)) if images else result
+        for result, images in found
+    ]
 
 
 def read_files(

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from medvl.data.dicom.reader import DicomHeader, DicomImage, decode_dicom_header
 from medvl.data.images.read import ImageInput, starts_like_dicom
@@ -210,6 +211,30 @@ def make_batch(model: System, image_BCHW: Tensor, texts: Sequence[str] | None = 
         labels_BL=torch.empty(count, 0, device=device),
         texts=[""] * count if texts is None else list(texts),
     )
+
+
+def study_batches(
+    model: System, studies: Sequence[Sequence[Any]], size: int = BATCH
+) -> Iterator[Batch]:
+    """Yield studies as batches, `size` at a time: the first image of each, and as many others as
+    the model reads. Raises as `EvalTransform`, ConfigError for a study without an image.
+    """
+    if not studies or not all(map(len, studies)):
+        message = "expected one or more images of each study, got none"
+        raise ConfigError(message, "empty", field="studies")
+    warn_of_other_images(model, (image for study in studies for image in study))
+    limit = model.inputs.study_images
+    for start in range(0, len(studies), size):
+        groups = [list(study)[:limit] for study in studies[start : start + size]]
+        images_NCHW = model.transform([image for group in groups for image in group])
+        images = images_NCHW.to(model.device).split([len(group) for group in groups])
+        batch = make_batch(model, torch.stack([group[0] for group in images]))
+        others = torch.tensor([len(group) - 1 for group in groups], device=model.device)
+        if others.any():
+            batch.other_views_BVCHW = pad_sequence([group[1:] for group in images], True)
+            views_V = torch.arange(batch.other_views_BVCHW.shape[1], device=model.device)
+            batch.has_other_view_BV = views_V < others[:, None]
+        yield batch
 
 
 def texts_for(images: Any, texts: str | Sequence[str], field: str) -> tuple[list[Any], list[str]]:

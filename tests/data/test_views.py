@@ -57,4 +57,4 @@ def test_decubitus_films_are_frontal_in_subgroups_and_studies() -> None:
     ]
     assert subgroups_of(samples[0])["projection"] == "AP"
     study: Any = Study()  # the part of a source that is read here
-    assert StudySource(study).two_images(0, study.pixels) == ("AP LLD", "LATERAL")
+    assert StudySource(study).images_of(0, study.pixels, 2) == ["AP LLD", "LATERAL"]

@@ -339,9 +339,9 @@ def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
         batch.turned_BL = torch.tensor(turned, dtype=torch.int8)[rows]
         batch.found_BL = torch.tensor(found, dtype=torch.int8)[rows]
     if name == "cxrclip":
-        batch.other_view_BCHW, batch.has_other_view_B = (
-            batch.image_BCHW.flip(2),
-            (torch.arange(PAIRS) % 3 == 1)[rows],
+        batch.other_views_BVCHW, batch.has_other_view_BV = (
+            batch.image_BCHW.flip(2)[:, None],
+            (torch.arange(PAIRS) % 3 == 1)[rows, None],
         )
     if name in ("medclip", "cxrclip"):
         batch.second_ids_BT, batch.second_mask_BT = batch.ids_BT % 20 + 10, batch.mask_BT

@@ -10,12 +10,14 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+import torch
 from helpers.dicom_builder import image_dataset, write_dataset
 from helpers.errors import raises
-from helpers.fusion_samples import tiny_model, tiny_tokenizer
+from helpers.fusion_samples import shaken, tiny_model, tiny_tokenizer
 
 import medvl
 from medvl.cli import main as cli
+from medvl.data.tokenizer.tokenizer import train_words
 from medvl.errors import ConfigError, ImageError
 from medvl.eval.core.results import checkpoint_sha256
 from medvl.eval.zero_shot_classification.calibration import (
@@ -25,7 +27,7 @@ from medvl.eval.zero_shot_classification.calibration import (
     write_calibration,
 )
 from medvl.eval.zero_shot_classification.prompts import load_prompts
-from medvl.inference import folder as module
+from medvl.inference import folder as module, write_study_reports
 from medvl.inference.folder import ImageModel, find_images, infer_files
 from medvl.models import VQA, save
 
@@ -294,3 +296,39 @@ def test_questions_and_reports(images: Path) -> None:
     }
     with raises(ConfigError, "unsupported", "model"):
         ImageModel(tiny_model("vilt", tiny_tokenizer()), TEXTS)
+
+
+def test_a_folder_is_a_study_with_one_report(
+    images: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = train_words(["edema . pneumothorax . clear lungs ."], min_frequency=1)
+    torch.manual_seed(0)
+    model = medvl.create_model(
+        "cxrmate", tokenizer=words, image_encoder="timm:test_vit", image_arguments={"depth": 1},
+        image_size=64, width=16, layers=1, heads=2, intermediate=24, max_tokens=8, views=2,
+    )  # fmt: skip
+    shaken(model)
+    folder = tmp_path / "cxrmate"
+    folder.mkdir()
+    save(model, folder)
+    shutil.copy(images / "b.png", images / "c.png")
+    out = tmp_path / "out"
+    command = ["infer", str(images), "--by-study", "--out", str(out), "--checkpoint"]
+    for _ in range(2):  # the second time, nothing is left to do
+        cli.main([*command, str(folder)])
+        assert "2 images of studies not read" in capsys.readouterr().out
+    root, study = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert [root["image"], study["image"]] == [str(images), str(images / "study")]
+    assert root["unread"] == {"over_limit": 1}
+    assert study["unread"] == {"truncated": 1}
+    both = write_study_reports(model, [[images / "a.jpg", images / "b.png"]])
+    assert both == [root["values"]["report"]]
+    alone = medvl.write_report(model, images / "study" / "IM000001")
+    assert write_study_reports(model, [[images / "study" / "IM000001"]]) == [alone]
+    assert alone == study["values"]["report"]
+    with raises(ConfigError, "empty", "studies"):
+        write_study_reports(model, [[]])
+    with pytest.raises(SystemExit):  # the same images by themselves are other results
+        cli.main(["infer", str(images), "--out", str(out), "--checkpoint", str(folder)])
+    with pytest.raises(SystemExit):  # a dual-encoder writes no reports
+        cli.main([*command[:3], "--checkpoint", str(checkpoint)])

@@ -243,8 +243,19 @@ class Collate:
             batch.prompt_ids_BT = pad_ids(prompts, 0)
             batch.prompt_mask_BT = row_mask(prompts)
         if self.inputs.by_study:
-            others = [item.other_view_HWC for item in items]
-            batch.other_view_BCHW, batch.has_other_view_B = stack_some(others, items[0].image_HWC)
+            self._add_other_views(batch, items)
+
+    def _add_other_views(self, batch: Batch, items: Sequence[Item]) -> None:
+        """Add the other images of studies, or what is stored of them."""
+        if self.inputs.regions:
+            stored = [[each.features_PD for each in item.other_regions] for item in items]
+            batch.other_regions_BVPD, batch.has_other_view_BV = stack_groups(stored)
+            return
+        others_BVHWC, batch.has_other_view_BV = stack_groups(
+            [item.other_views_HWC for item in items]
+        )
+        if others_BVHWC is not None:
+            batch.other_views_BVCHW = others_BVHWC.permute(0, 1, 4, 2, 3).contiguous()
 
 
 def _not_none(image_HWC: np.ndarray | None) -> np.ndarray:
@@ -292,6 +303,23 @@ def stack_some(images: Sequence[np.ndarray | None], like_HWC: np.ndarray) -> tup
     blank_HWC = np.zeros_like(like_HWC)
     there_B = torch.tensor([image is not None for image in images])
     return stack([blank_HWC if image is None else image for image in images]), there_B
+
+
+def stack_groups(
+    groups: Sequence[Sequence[np.ndarray]],
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return (B, V, ...) with zeros up to the size of the largest group of arrays, and (B, V) bool:
+    which are there. None where all groups are empty.
+    """
+    present = [array for group in groups for array in group]
+    if not present:
+        return None, None
+    sizes = torch.tensor([len(group) for group in groups])
+    there_BV = torch.arange(int(sizes.max())) < sizes[:, None]
+    arrays_N = torch.from_numpy(np.stack(present))
+    padded_BV = arrays_N.new_zeros(*there_BV.shape, *arrays_N.shape[1:])
+    padded_BV[there_BV] = arrays_N
+    return padded_BV, there_BV
 
 
 def add_organ_texts(

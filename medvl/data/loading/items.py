@@ -171,14 +171,16 @@ class Item:
     second_text: str | None = None
     prior_image_HWC: np.ndarray | None = None
     """None: the sample has no previous image, or the system needs none."""
-    other_view_HWC: np.ndarray | None = None
-    """None: the study has no other image, or the system needs none."""
+    other_views_HWC: tuple[np.ndarray, ...] = ()
+    """Other images of the study, where the system needs them."""
     has_image: bool = True
     """False: the sample has no image, and its pixels are a placeholder."""
     entities: tuple[int, ...] = ()
     """Distinct entities in all sections, where the system needs them."""
     regions: Regions | None = None
     """None: the system reads pixels, or the sample has no image."""
+    other_regions: tuple[Regions, ...] = ()
+    """Regions of other images of the study, where the system needs them."""
     target: Any = None
     """Target that `DenseTargets` made; None without it."""
     positions: tuple[int, ...] = ()
@@ -208,9 +210,10 @@ class Views:
     image: Transformed
     second: Transformed | None = None
     prior: Transformed | None = None
-    other: Transformed | None = None
+    others: tuple[Transformed, ...] = ()
     has_image: bool = True
     regions: Regions | None = None
+    other_regions: tuple[Regions, ...] = ()
     prior_sections: Mapping[str, str] | None = None
     """Sections of the prior report, where the system reads it."""
     volume: CutVolume | None = None
@@ -287,34 +290,40 @@ class ItemMaker:
         epoch: int,
         prior: np.ndarray | JpegImage | None = None,
         sample: Sample | None = None,
-        other: np.ndarray | JpegImage | None = None,
+        others: Sequence[np.ndarray | JpegImage] = (),
     ) -> Views:
         """Return the augmented images.
 
-        `key` seeds the augmentation, `prior` are the pixels of the previous image, `other` those of
-        another image of the study, and `sample` has the texts and names for transforms that flip an
-        image only where these allow it (`medvl.data.transforms.turning.texts_and_names`).
+        `key` seeds the augmentation, `prior` are the pixels of the previous image, `others` those
+        of other images of the study, and `sample` has the texts and names for transforms that flip
+        an image only where these allow it (`medvl.data.transforms.turning.texts_and_names`).
         """
         transform = self._transform(sample)
         image = transform(pixels, self.rng(epoch, key, "image"))
 
-        def augment(pixels: np.ndarray | JpegImage | None, purpose: str) -> Transformed | None:
+        def augment(pixels: np.ndarray | JpegImage, purpose: str) -> Transformed:
             """Return another augmentation, flipped like `image` where the text names sides."""
-            if pixels is None:
-                return None
             rng = self.rng(epoch, key, purpose)
             while True:
                 augmented = transform(pixels, rng)
                 if self.image.flip != "swap_text" or augmented.flipped == image.flipped:
                     return augmented
 
-        second = augment(pixels if self.inputs.second_image else None, "second image")
+        second = augment(pixels, "second image") if self.inputs.second_image else None
         phrases: tuple[BoxedPhrase, ...] = ()
         if sample is not None and self.inputs.boxed_phrases:
             rngs = functools.partial(self.rng, epoch, key)
             phrases = boxed_phrases(sample, pixels, transform, rngs)
-        others = augment(prior, "prior image"), augment(other, "other view")
-        return Views(image, second, *others, phrases=phrases)
+        return Views(
+            image,
+            second,
+            None if prior is None else augment(prior, "prior image"),
+            tuple(
+                augment(other, "other view" if number == 1 else f"other view {number}")
+                for number, other in enumerate(others, start=1)
+            ),
+            phrases=phrases,
+        )
 
     def placeholder(self, color: bool) -> Views:
         """Return black images of the transform's size, for a sample without an image."""
@@ -356,14 +365,15 @@ class ItemMaker:
             None if views.second is None else views.second.image_HWC,
             self._text(sample, views, epoch, "second text") if self.inputs.second_text else None,
             None if views.prior is None else views.prior.image_HWC,
-            None if views.other is None else views.other.image_HWC,
+            tuple(other.image_HWC for other in views.others),
             views.has_image,
             self._entities(sample, views),
             views.regions,
+            views.other_regions,
             None if self.targets is None else self.targets(labelled, views.image),
             self._positions(sample, views) if self.inputs.positions else (),
             self._statements(sample, views, epoch) if self.inputs.statements else (),
-            stack_views(views.image, views.second, views.prior, views.other),
+            stack_views(views.image, views.second, views.prior, *views.others),
             self._prompt(sample, views),
             views.volume,
             views.slices_NCHW,

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,8 @@ from medvl.schema import Batch, Inputs, Sample
 if TYPE_CHECKING:
     from medvl.data.loading.dense_targets import DenseTargets
 
+
+_log = logging.getLogger(__name__)
 
 _PREFETCHED = 4
 """Largest number of batches that a worker prefetches."""
@@ -389,7 +392,7 @@ def open_loader(
         timeout: seconds without a batch after which a worker is considered hung.
         inputs: optional parts of the batches, `System.inputs`; None: no optional parts. With
             `regions`, `image` is not applied, and `Batch.image_BCHW` has no pixels. With
-            `other_view` or `drawn_view`, a row is a study.
+            `other_views` or `drawn_view`, a row is a study.
         targets: makes training targets in the workers, for example `DenseTargets`.
         keep_imageless: keep samples without an image, else count them as `no_image`. None: keep
             them in training only.
@@ -407,9 +410,12 @@ def open_loader(
         or all of a batch,
             are unreadable, a worker process died or hangs, or a remote store fails for good.
     """
-    source = by_study(source) if inputs is not None and inputs.by_study else source
-    image_keys: Sequence[str] | None = getattr(source, "image_keys", None)
     rank, world = check_ranks(rank, world, train=train)
+    if inputs is not None and inputs.by_study:
+        source = by_study(source)
+        if rank == 0 and not inputs.drawn_view:
+            source.warn_beyond(inputs.study_images)
+    image_keys: Sequence[str] | None = getattr(source, "image_keys", None)
     check_settings(len(source), batch, train, world, workers)
     _check_together(together, image_keys)
     sampler = batch_sampler(source, batch, seed, rank, world, train=train, together=together)
@@ -421,7 +427,7 @@ def open_loader(
         rows = batch // world if train else batch
         workers, prefetch = limited_workers(workers, prefetch, rows * image.bytes, memory)
     maker = ItemMaker(image, text, source.label_names, seed, inputs, targets)
-    prior_N = _priors(source, maker.inputs)
+    prior_N = _priors(source, maker.inputs, train)
     scans = source if isinstance(source, ScanSource) else None
     read_source = source if scans is None else scans.source
     reader: Reader
@@ -430,7 +436,7 @@ def open_loader(
     elif has_volumes:
         reader = SliceReader(read_source, maker, 1 if train else max(1, slices), draws=train)
     elif maker.inputs.regions:
-        reader = RegionReader(read_source)
+        reader = RegionReader(read_source, maker.inputs.study_images)
     else:
         color = has_color(source) if color is None else color
         reduced = _decodes_reduced(image, source)
@@ -477,16 +483,20 @@ def _reads_prior(inputs: Inputs) -> bool:
     return inputs.prompt is not None and inputs.prompt.reads_prior
 
 
-def _priors(source: Source, inputs: Inputs) -> NDArray[np.int64] | None:
+def _priors(source: Source, inputs: Inputs, train: bool) -> NDArray[np.int64] | None:
     """Return the position of each sample's prior one, for models that read its image or report.
 
-    Raises ConfigError where no sample has one.
+    Raises ConfigError where no sample has one; a model that writes behind a prompt also reads
+    studies without.
     """
     needs_image = inputs.prior_image and not hasattr(source, "prior_pixels")
     if not needs_image and not _reads_prior(inputs):
         return None
     prior_N = prior_positions(source)
     if (prior_N == NO_PRIOR).all():
+        if not train and inputs.prompt is not None:
+            _log.warning("no sample has a prior image or report; none is read")
+            return prior_N
         message = (
             "no sample has a prior image: convert a corpus that has the order of a patient's "
             "studies"

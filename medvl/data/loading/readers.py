@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,7 +40,7 @@ class Reader(Protocol):
 
 
 class ImageReader(Reader):
-    """Images, with the prior image and another one of the study where the system needs them."""
+    """Images, with the prior image and other ones of the study where the system needs them."""
 
     def __init__(
         self,
@@ -60,25 +60,26 @@ class ImageReader(Reader):
         self._reduced = reduced
 
     def read(self, epoch: int, position: int, key: str, sample: Sample) -> Any:
-        """Return the image, the prior one and the other one of the study; None without an image."""
-        image, other = self._of_study(epoch, position, key)
-        if image is None:
+        """Return the image, the prior one and the others of the study; None without an image."""
+        images = self._of_study(epoch, position, key)
+        if not images:
             return None
-        return image, None if self._prior is None else self._prior(position), other
+        return images[0], None if self._prior is None else self._prior(position), images[1:]
 
     def views(self, epoch: int, key: str, sample: Sample, stored: Any) -> Views:
         if stored is None:
             return self._maker.placeholder(self._color)
-        image, prior, other = stored
-        return self._maker.views(key, image, epoch, prior, sample, other)
+        image, prior, others = stored
+        return self._maker.views(key, image, epoch, prior, sample, others)
 
-    def _of_study(self, epoch: int, position: int, key: str) -> tuple[Image | None, Image | None]:
+    def _of_study(self, epoch: int, position: int, key: str) -> list[Image]:
         options = {"color": self._color, "reduced": self._reduced}
         if not isinstance(self._source, StudySource):
-            return read_pixels(self._source, position, **options), None
+            image = read_pixels(self._source, position, **options)
+            return [] if image is None else [image]
         rng = self._maker.rng(epoch, key, "views") if self._draws_views else None
         read = functools.partial(read_pixels, self._source.source, **options)
-        return self._source.two_images(position, read, rng)
+        return self._source.images_of(position, read, self._maker.inputs.study_images, rng)
 
 
 def read_pixels(
@@ -99,27 +100,43 @@ def read_pixels(
 
 
 class RegionReader(Reader):
-    """Regions of a detector; the pixels are not decoded."""
+    """Regions of a detector, or stored features, of at most `limit` images of a study; the pixels
+    are not decoded.
+    """
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, limit: int = 1) -> None:
         self._source = source
+        self._limit = limit
 
-    def read(self, epoch: int, position: int, key: str, sample: Sample) -> Regions | None:
-        try:
-            regions: Regions = self._source.regions(position)
-            return regions
-        except ImageError as error:
-            if error.code != NO_IMAGE:
-                raise
-            return None
+    def read(self, epoch: int, position: int, key: str, sample: Sample) -> list[Regions]:
+        if isinstance(self._source, StudySource):
+            read = functools.partial(_read_regions, self._source.source)
+            return self._source.images_of(position, read, self._limit)
+        regions = _read_regions(self._source, position)
+        return [] if regions is None else [regions]
 
     def views(self, epoch: int, key: str, sample: Sample, stored: Any) -> Views:
         return region_views(stored)
 
 
-def region_views(regions: Regions | None) -> Views:
-    """Return the regions of one sample, None for one without an image."""
-    return Views(NO_PIXELS, has_image=regions is not None, regions=regions)
+def _read_regions(source: Any, position: int) -> Regions | None:
+    try:
+        regions: Regions = source.regions(position)
+        return regions
+    except ImageError as error:
+        if error.code != NO_IMAGE:
+            raise
+        return None
+
+
+def region_views(images: Sequence[Regions]) -> Views:
+    """Return the regions of the images of one sample, which may have none."""
+    return Views(
+        NO_PIXELS,
+        has_image=bool(images),
+        regions=images[0] if images else None,
+        other_regions=tuple(images[1:]),
+    )
 
 
 class VolumeReader(Reader):
@@ -189,7 +206,7 @@ def check_volumes(
             "missing",
             field="organ_masks",
         )
-    names = ["prior_image", "other_view", "drawn_view", "regions"]
+    names = ["prior_image", "other_views", "drawn_view", "regions"]
     names += ["second_image"] * isinstance(image, VolumeTransform)
     wanted = [name for name in names if getattr(inputs, name)]
     wanted += ["targets"] * (targets is not None)

@@ -1,8 +1,9 @@
-"""Studies as samples: one image of each study, together with another image of it."""
+"""Studies as samples: one image of each study, together with the other images of it."""
 
 import dataclasses
 import hashlib
 import itertools
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
@@ -16,17 +17,19 @@ from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
 
+_log = logging.getLogger(__name__)
+
 Read = TypeVar("Read")
 """Image as a loader reads it."""
 
 
 class StudySource(Subset):
-    """Source with one sample per study: its first image, and another image of it. Reads all samples
-    once.
+    """Source with one sample per study: its first image, and the other images of it. Reads all
+    samples once.
 
     Images are ordered by `extra["image_number"]` where the corpus has one, then frontal views
-    before lateral ones, then as in the source. The other image is the next one of the other
-    projection (frontal or lateral), else the next one.
+    before lateral ones, then as in the source. Of the other images, those of the other projection
+    (frontal or lateral) come first.
     """
 
     def __init__(self, source: Source) -> None:
@@ -42,22 +45,37 @@ class StudySource(Subset):
         self._images = np.array([place for images in rows for place in images], np.int64)
         self._ends = np.cumsum([len(images) for images in rows])
 
-    def two_images(
+    def images_of(
         self,
         position: int,
         read: Callable[[int], Read | None],
+        limit: int,
         rng: np.random.Generator | None = None,
-    ) -> tuple[Read | None, Read | None]:
-        """Return two images of a study: the first and the other one, or with `rng` any two.
+    ) -> list[Read]:
+        """Return at most `limit` images of a study: the first ones, or with `rng` any.
 
-        `read` returns the image at a position of the source, None where it has none; an image is
-        None where the study or the sample has none.
+        `read` returns the image at a position of the source, None where it has none; samples
+        without an image are passed over.
         """
-        images = self._images[self._ends[position - 1] if position else 0 : self._ends[position]]
+        places = self._images[self._ends[position - 1] if position else 0 : self._ends[position]]
         if rng is not None:
-            images = rng.permutation(images)
-        first, other, *_ = [*(read(int(place)) for place in images[:2]), None]
-        return (other, None) if first is None else (first, other)
+            places = rng.permutation(places)
+        images = (image for place in places if (image := read(int(place))) is not None)
+        return list(itertools.islice(images, limit))
+
+    def beyond(self, limit: int) -> tuple[int, int]:
+        """Return how many studies have more than `limit` images, and the number of these images."""
+        more_N = np.maximum(np.diff(self._ends, prepend=0) - limit, 0)
+        return int((more_N > 0).sum()), int(more_N.sum())
+
+    def warn_beyond(self, limit: int) -> None:
+        """Log a warning where studies have more than `limit` images."""
+        studies, images = self.beyond(limit)
+        if studies:
+            _log.warning(
+                "%d of %d studies have more than %d images; %d of their images are not read",
+                *(studies, len(self), limit, images),
+            )
 
 
 def by_study(source: Source) -> StudySource:
@@ -68,12 +86,12 @@ def by_study(source: Source) -> StudySource:
             "studies are read once each: leave weights out, and take a source with one "
             "row for each image"
         )
-        raise ConfigError(message, "conflict", field="other_view")
+        raise ConfigError(message, "conflict", field="other_views")
     return StudySource(source)
 
 
 def _first_and_others(images: list[tuple[int, bool, int]]) -> list[int]:
-    """Return the positions of a study's images, the other one second."""
+    """Return the positions of a study's images, those of the other projection second."""
     (_, lateral, first), *others = images
     others.sort(key=lambda image: image[1] == lateral)
     return [first, *(place for *_, place in others)]

@@ -344,7 +344,7 @@ def open_webdataset_loader(
     rank, world = check_ranks(rank, world, train=True)
     paths = expand_tars(tars)
     needs = inputs or Inputs()
-    for field in ("prior_image", "other_view", "drawn_view", "regions", "labels"):
+    for field in ("prior_image", "other_views", "drawn_view", "regions", "labels"):
         if getattr(needs, field):
             message = (
                 f"the system needs {field}, which webdataset tars do not have; convert a "

@@ -125,8 +125,8 @@ def warp(image: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
     return cv2.warpAffine(image, matrix_33[:2], image.shape[1::-1], flags=cv2.INTER_LINEAR)
 
 
-IMAGES = ("image_BCHW", "second_image_BCHW", "prior_BCHW", "other_view_BCHW")
-"""Images of a batch, in the order of its parameters."""
+IMAGES = ("image_BCHW", "second_image_BCHW", "prior_BCHW")
+"""Images of a batch, in the order of its parameters; those of `other_views_BVCHW` follow."""
 
 _LUMINANCE = (0.299, 0.587, 0.114)
 
@@ -161,8 +161,8 @@ def draw_parameters(
 
 
 def stack_views(first: "Transformed", *others: "Transformed | None") -> np.ndarray | None:
-    """Return the parameters (V, K) of a sample's images in the order of `IMAGES`; None where the
-    worker augmented them.
+    """Return the parameters (V, K) of a sample's images in the order of `IMAGES` and then those of
+    its other views; None where the worker augmented them.
 
     Missing images are black placeholders, which no operation changes; they get the parameters of
     the first one.
@@ -173,9 +173,16 @@ def stack_views(first: "Transformed", *others: "Transformed | None") -> np.ndarr
 
 
 def stack_samples(parameters: Sequence[np.ndarray | None]) -> Tensor | None:
-    """Return (B, V, K) from those of the samples; None where the workers augmented all images."""
+    """Return (B, V, K) from those of the samples; None where the workers augmented all images.
+
+    Samples with fewer other views repeat the parameters of their first image, for placeholders.
+    """
     present = [each for each in parameters if each is not None]
-    return torch.from_numpy(np.stack(present)) if present else None
+    if not present:
+        return None
+    views = max(map(len, present))
+    rows = [np.concatenate([each, each[:1].repeat(views - len(each), 0)]) for each in present]
+    return torch.from_numpy(np.stack(rows))
 
 
 def augment_batch(batch: Batch) -> Batch:
@@ -188,10 +195,15 @@ def augment_batch(batch: Batch) -> Batch:
     if batch.augmentation_BVK is None:
         return batch
     augmented: dict[str, Any] = {"augmentation_BVK": None}
-    for name, parameters_BK in zip(IMAGES, batch.augmentation_BVK.unbind(dim=1), strict=True):
+    for number, name in enumerate(IMAGES):
         image_BCHW = getattr(batch, name)
         if image_BCHW is not None:
-            augmented[name] = augment_images(image_BCHW, parameters_BK)
+            augmented[name] = augment_images(image_BCHW, batch.augmentation_BVK[:, number])
+    others_BVCHW = batch.other_views_BVCHW
+    if others_BVCHW is not None:
+        parameters_BVK = batch.augmentation_BVK[:, len(IMAGES) :]
+        others_NCHW = augment_images(others_BVCHW.flatten(0, 1), parameters_BVK.flatten(0, 1))
+        augmented["other_views_BVCHW"] = others_NCHW.unflatten(0, parameters_BVK.shape[:2])
     return dataclasses.replace(batch, **augmented)
 
 

@@ -113,7 +113,7 @@ def _batches(
 def _item(maker: ItemMaker, source: QuestionSource, position: int, color: bool) -> Item:
     sample = source.sample(position)
     if maker.inputs.regions:
-        return maker.row(sample, region_views(source.regions(position)), 0)
+        return maker.row(sample, region_views([source.regions(position)]), 0)
     return maker(sample, source.pixels(position, color), 0)
 
 

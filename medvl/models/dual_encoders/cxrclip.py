@@ -116,11 +116,10 @@ class CXRCLIP(DualEncoder):
                 "inputs=model.inputs"
             )
             raise ConfigError(message, "missing", field="second_image_BCHW")
-        if self.config.views == "study" and batch.other_view_BCHW is not None:
-            assert batch.has_other_view_B is not None, "loaders set it with the other views"
-            second_BCHW = torch.where(
-                batch.has_other_view_B[:, None, None, None], batch.other_view_BCHW, second_BCHW
-            )
+        if self.config.views == "study" and batch.other_views_BVCHW is not None:
+            assert batch.has_other_view_BV is not None, "loaders set it with the other views"
+            has_other_B111 = batch.has_other_view_BV[:, 0, None, None, None]
+            second_BCHW = torch.where(has_other_B111, batch.other_views_BVCHW[:, 0], second_BCHW)
         pairs = super().embed_pairs(batch)
         second_BE = self.encode_text(ids_BT, mask_BT)
         if batch.has_second_text_B is not None:

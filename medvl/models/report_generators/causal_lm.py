@@ -30,6 +30,7 @@ from medvl.models.report_generators.base import IGNORED, ReportConfig, ReportGen
 from medvl.models.report_generators.parts.prefix import (
     ADAPTED,
     encode_some,
+    image_patches,
     insert_images,
     language_files,
     language_sha256,
@@ -64,8 +65,8 @@ class CausalLMConfig(ReportConfig):
     frozen_image: bool = True
     """Keep the image encoder as it is; its stored output can then replace images."""
     views: int = 1
-    """Images of a study that are read: 1, or 2, which may be missing. MAIRA-2 reads two. 0: none,
-    to write one section of a report from others, such as the impression from the findings.
+    """Maximum number of images of a study, which limits memory; 2 in MAIRA-2. 0: none, to write one
+    section of a report from others, such as the impression from the findings.
     """
     prior: bool = False
     """Also read the patient's previous image and report, which may be missing, as MAIRA-2."""
@@ -114,9 +115,8 @@ class CausalLMConfig(ReportConfig):
     def __post_init__(self) -> None:
         check_choice(self.fit, ("crop", "pad", "squash"), "fit")
         check_choice(self.projector, tuple(_DEPTHS), "projector")
-        check_within(self, "[0, 2]", "views")
         check_within(self, "[0, 1)", "lora_dropout")
-        check_within(self, "[0, inf)", "lora_language", "packed_tokens")
+        check_within(self, "[0, inf)", "views", "lora_language", "packed_tokens")
         check_within(self, "(0, inf)", "prompt_tokens", "max_tokens")
         for name in self.prompt:
             check_choice(name, _SECTIONS, "prompt")
@@ -212,7 +212,9 @@ class CausalLM(ReportGenerator):
         if config.frozen_language:
             language.requires_grad_(False)
         self.inputs = Inputs(
-            other_view=config.views == 2, prior_image=config.prior, prompt=self._prompt()
+            other_views=max(0, config.views - 1),
+            prior_image=config.prior,
+            prompt=self._prompt(),
         )
         self.reads_images = config.views > 0
         self._from_folder = False
@@ -338,7 +340,7 @@ class CausalLM(ReportGenerator):
         )
 
     def _encode(self, image: Tensor) -> Tokens:
-        return Tokens(self.projector(self.image_encoder(image).patches_BPD), None)
+        return Tokens(self.projector(image_patches(self.image_encoder, image)), None)
 
     def _encode_some(self, image: Tensor, has_B: Tensor | None, kind: str) -> Tokens:
         return encode_some(self._encode, image, has_B, self._width)

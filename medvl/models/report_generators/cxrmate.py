@@ -32,6 +32,7 @@ from medvl.models.report_generators.parts.prefix import (
     PrefixDecoder,
     PrefixState,
     encode_some,
+    image_patches,
     insert_images,
     study_images,
 )
@@ -66,8 +67,10 @@ class CXRMateConfig(ReportConfig):
     """Kernel of the resize for inference."""
     frozen_image: bool = False
     """Keep the image encoder as it is; its stored output can then replace images."""
-    views: int = 2
-    """Images of a study that are read: 1, or 2, which may be missing."""
+    views: int = 5
+    """Maximum number of images of a study, which limits memory; 5 in CXRMate. Further ones are
+    counted in a warning.
+    """
     prior: bool = False
     """Also read the patient's previous image and report, which may be missing."""
     sections: bool = True
@@ -94,7 +97,7 @@ class CXRMateConfig(ReportConfig):
 
     def __post_init__(self) -> None:
         check_choice(self.fit, ("crop", "pad", "squash"), "fit")
-        check_within(self, "[1, 2]", "views")
+        check_within(self, "[1, inf)", "views")
         check_within(self, "[0, 1)", "dropout")
         check_within(
             self,
@@ -142,8 +145,8 @@ class CXRMate(ReportGenerator):
     map its patches to the decoder. Images of the prior come before the current ones. Tokens have a
     vector for what they are part of. Differences from CXRMate-ED: rows of vectors, types and masks
     are built together, where the released code has them in two orders; missing images are masked,
-    where it looks at their first pixel; no emergency tables and no time deltas; two images of a
-    study.
+    where it looks at their first pixel; no emergency tables and no time deltas; the first images of
+    a study are read where it has more.
 
     `Batch.prompt_ids_BT` are the tokens of the context with one image marker a row (`word_id`).
     """
@@ -176,7 +179,7 @@ class CXRMate(ReportGenerator):
             ):
                 nn.init.normal_(module.weight, std=INIT_STD)
         self.inputs = Inputs(
-            other_view=config.views == 2,
+            other_views=config.views - 1,
             prior_image=config.prior,
             second_text=config.sections,
             prompt=self._prompt(),
@@ -239,7 +242,7 @@ class CXRMate(ReportGenerator):
         return self._encode(batch.image_BCHW)
 
     def _encode(self, image: Tensor) -> Tokens:
-        patches_BPD = self.image_encoder(image).patches_BPD
+        patches_BPD = image_patches(self.image_encoder, image)
         return Tokens(self.image_input(self.image_norm(patches_BPD)), None)
 
     def _encode_some(self, image: Tensor, has_B: Tensor | None, kind: str) -> Tokens:

@@ -234,7 +234,7 @@ class R2Gen(ReportGenerator):
         **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, **parts)
-        self.inputs = Inputs(other_view=config.views == 2)
+        self.inputs = Inputs(other_views=config.views - 1)
         sizes = Sizes.of(config, config.width)
         self.image_encoder = image_encoder
         self.image_input = nn.Linear(image_encoder.patch_dim, config.width)
@@ -270,14 +270,21 @@ class R2Gen(ReportGenerator):
         return cls(config, image_encoder, words, transform=transform, tokenizer=tokenizer)
 
     def read(self, batch: Batch) -> Tokens:
-        return self.image_tokens(batch.image_BCHW, batch.other_view_BCHW, batch.has_other_view_B)
+        if self.config.views == 1 or batch.other_views_BVCHW is None:
+            return self.image_tokens(batch.image_BCHW)
+        has_other_BV = batch.has_other_view_BV
+        return self.image_tokens(
+            batch.image_BCHW,
+            batch.other_views_BVCHW[:, 0],
+            None if has_other_BV is None else has_other_BV[:, 0],
+        )
 
     def image_tokens(
         self, image: Tensor, other: Tensor | None = None, has_other_B: Tensor | None = None
     ) -> Tokens:
         """Encode images, and other views of them where `has_other_B` is True (None: everywhere)."""
         tokens = self._cells(image)
-        if self.config.views == 2 and other is not None:
+        if other is not None:
             second = encode_present(has_other_B, self.config.width, self._cells, other)
             if has_other_B is not None:
                 second = Tokens(second.states_BND, second.real_BN() & has_other_B[:, None])

@@ -78,7 +78,7 @@ def test_batches_have_the_channels_of_the_shards(home: Path, train: bool) -> Non
     assert first_batch(grey, train).shape == (4, 1, SIZE, SIZE)
     assert first_batch(grey, train, color=True).shape == (4, 3, SIZE, SIZE)
     assert first_batch(color, train, color=False).shape == (4, 1, SIZE, SIZE)
-    assert first_batch(color, train, inputs=Inputs(other_view=True)).shape == (4, 3, SIZE, SIZE)
+    assert first_batch(color, train, inputs=Inputs(other_views=1)).shape == (4, 3, SIZE, SIZE)
     views = [
         color,
         Subset(color, range(5)),

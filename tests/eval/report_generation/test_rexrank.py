@@ -124,7 +124,10 @@ def test_the_command_scores_studies_by_section(list_path: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["cxrmate", "r2gen"])
 def test_a_checkpoint_answers_a_list(name: str, list_path: Path, tmp_path: Path) -> None:
-    """Every study gets one text, of its key image and, where the model reads two, another one."""
+    """Every study gets one text, of its key image or, where the model reads several, of all.
+
+    A list has no priors, so a model that may read one reads none.
+    """
     images = tmp_path / "images"
     for number, path in enumerate(["p10/s1/a.jpg", "p10/s1/b.jpg", "p10/s2/a.jpg", "p11/s1/a.jpg"]):
         (images / path).parent.mkdir(parents=True, exist_ok=True)
@@ -132,8 +135,10 @@ def test_a_checkpoint_answers_a_list(name: str, list_path: Path, tmp_path: Path)
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"image_encoder": "timm:test_vit", "image_arguments": {"depth": 1},
         "image_size": 64, "width": 16, "layers": 1, "heads": 2, "intermediate": 24,
-        "max_tokens": 8, "views": 2 if name == "cxrmate" else 1}  # fmt: skip
-    sizes |= {"prompt": ("indication",)} if name == "cxrmate" else {"memory_heads": 2}
+        "max_tokens": 8, "views": 3 if name == "cxrmate" else 1}  # fmt: skip
+    sizes |= (
+        {"prompt": ("indication",), "prior": True} if name == "cxrmate" else {"memory_heads": 2}
+    )
     words = train_words(["edema . pneumothorax . clear lungs ."], min_frequency=1)
     model = medvl.create_model(name, tokenizer=words, **sizes)
     checkpoint = tmp_path / "checkpoint"

@@ -23,7 +23,7 @@ def test_the_loss_is_six_contrasts() -> None:
     images = model.encode_image(batch.image_BCHW), model.encode_image(batch.second_image_BCHW)
     images = (
         images[0],
-        torch.where(view_B[:, None], model.encode_image(batch.other_view_BCHW), images[1]),
+        torch.where(view_B[:, None], model.encode_image(batch.other_views_BVCHW[:, 0]), images[1]),
     )
     texts = (
         model.encode_text(batch.ids_BT, batch.mask_BT),
@@ -48,7 +48,7 @@ def test_views_are_those_of_the_study_or_augmented() -> None:
     assert model.inputs.second_image
     assert not model.inputs.drawn_view
     total = model(batch).total
-    changed = dataclasses.replace(batch, other_view_BCHW=batch.other_view_BCHW.flip(3))
+    changed = dataclasses.replace(batch, other_views_BVCHW=batch.other_views_BVCHW.flip(4))
     assert model(changed).total == total
     assert cxrclip().inputs.drawn_view
     assert cxrclip().eval()(batch).total != cxrclip().eval()(changed).total

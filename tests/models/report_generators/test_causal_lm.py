@@ -300,21 +300,26 @@ def test_a_model_with_one_table_of_words_is_saved(tokenizer: Tokenizer, tmp_path
 
 
 def test_images_of_a_study_stand_in_place_of_the_marker(folder: Path, tokenizer: Tokenizer) -> None:
-    """The prior, the image and its other view; a row without them is as without the setting."""
-    model = generator(folder, views=2, prior=True).eval()
+    """The prior, the image and its other views; a row without them is as without the setting."""
+    model = generator(folder, views=3, prior=True).eval()
     alone = generator(folder).eval()
     batch = study(tokenizer, model)
     pixels = batch.image_BCHW
-    other, prior = pixels.roll(1, 0), pixels.roll(2, 0)
+    other, prior, third = pixels.roll(1, 0), pixels.roll(2, 0), pixels.flip(3)
     whole = dataclasses.replace(
-        batch, other_view_BCHW=other, has_other_view_B=flags(1, 0, 1),
-        prior_BCHW=prior, has_prior_B=flags(0, 0, 1),
-    )  # fmt: skip
+        batch,
+        # one more view than the model reads
+        other_views_BVCHW=torch.stack([other, third, third], dim=1),
+        has_other_view_BV=flags(1, 0, 0, 0, 0, 0, 1, 1, 1).view(3, 3),
+        prior_BCHW=prior,
+        has_prior_B=flags(0, 0, 1),
+    )
     prefix = model.read(whole)
     counts = prefix.real_BN().sum(dim=1) - alone.read(batch).real_BN().sum(dim=1)
-    assert counts.tolist() == [16, 0, 32]
+    assert counts.tolist() == [16, 0, 48]
     tokens = [
-        alone.read(dataclasses.replace(batch, image_BCHW=each)) for each in (prior, pixels, other)
+        alone.read(dataclasses.replace(batch, image_BCHW=each))
+        for each in (prior, pixels, other, third)
     ]
     rows = [each.states_BND[2][each.real_BN()[2]] for each in tokens]  # the marker alone
     torch.testing.assert_close(prefix.states_BND[2][prefix.real_BN()[2]], torch.cat(rows))

@@ -41,6 +41,9 @@ def tokenizer() -> Tokenizer:
     return train_words(TEXTS, min_frequency=1)
 
 
+HAS_VIEWS = flags(1, 1, 0, 0, 1, 0, 0, 0).view(4, 2)
+
+
 def generator(tokenizer: Tokenizer | None, **settings: Any) -> CXRMate:
     torch.manual_seed(0)
     model = medvl.create_model("cxrmate", tokenizer=tokenizer, **{**TINY, **settings})
@@ -49,12 +52,14 @@ def generator(tokenizer: Tokenizer | None, **settings: Any) -> CXRMate:
 
 
 def study(tokenizer: Tokenizer, size: int = 4, **fields: Any) -> Batch:
-    """Two views of a study, and two sections."""
+    """Three views of a study, and two sections."""
     batch = make_batch(tokenizer, size)
     return dataclasses.replace(
         batch,
         **{
-            "other_view_BCHW": batch.image_BCHW.flip(0).flip(3),
+            "other_views_BVCHW": torch.stack(
+                [batch.image_BCHW.flip(0).flip(3), batch.image_BCHW.roll(1, 0)], dim=1
+            ),
             "second_ids_BT": batch.ids_BT.flip(0),
             "second_mask_BT": batch.mask_BT.flip(0),
             **fields,
@@ -139,7 +144,7 @@ class WithoutCache:
 )
 def test_decoding_from_the_cache_writes_the_same(decoding: Decoding, tokenizer: Tokenizer) -> None:
     model = shaken(generator(tokenizer)).eval()
-    batch = with_prompt(model, study(tokenizer, has_other_view_B=flags(1, 0, 1, 1)))
+    batch = with_prompt(model, study(tokenizer, has_other_view_BV=HAS_VIEWS))
     decoding = dataclasses.replace(decoding, max_tokens=12)
     with torch.no_grad():
         model.word_head.weight[tokenizer.sep_id] *= 0.1
@@ -162,15 +167,17 @@ def test_decoding_from_the_cache_writes_the_same(decoding: Decoding, tokenizer: 
 
 def test_padding_views_and_other_samples_change_nothing(tokenizer: Tokenizer) -> None:
     model = shaken(generator(tokenizer)).eval()
-    batch = with_prompt(model, study(tokenizer, has_other_view_B=flags(1, 0, 1, 0)))
-    assert batch.other_view_BCHW is not None
+    batch = with_prompt(model, study(tokenizer, has_other_view_BV=HAS_VIEWS))
+    assert batch.other_views_BVCHW is not None
     scores = model.score_next(batch.ids_BT, model.read(batch))
-    changed = batch.other_view_BCHW.clone()
-    changed[[1, 3]] = 255  # of studies with one image
-    padded = dataclasses.replace(with_prompt(model, batch, padding=3), other_view_BCHW=changed)
+    changed = batch.other_views_BVCHW.clone()
+    changed[~HAS_VIEWS] = 255
+    padded = dataclasses.replace(with_prompt(model, batch, padding=3), other_views_BVCHW=changed)
     torch.testing.assert_close(model.score_next(batch.ids_BT, model.read(padded)), scores)
-    for row in range(4):
+    for row, count in enumerate(HAS_VIEWS.sum(dim=1).tolist()):
         alone = batch.rows([row])
+        alone.other_views_BVCHW = batch.other_views_BVCHW[row : row + 1, :count] if count else None
+        alone.has_other_view_BV = None
         torch.testing.assert_close(
             model.score_next(alone.ids_BT, model.read(alone))[0], scores[row], rtol=1e-4, atol=1e-5
         )
@@ -275,12 +282,21 @@ def test_every_parameter_learns_and_the_first_loss_is_that_of_chance(tokenizer: 
 
 
 def test_stored_features_replace_images(tokenizer: Tokenizer) -> None:
-    model = shaken(generator(tokenizer, frozen_image=True, views=1)).train()
-    batch = study(tokenizer, other_view_BCHW=None)
-    features = model.image_encoder(batch.image_BCHW)
-    stored = torch.cat([features.pooled_BD[:, None], features.patches_BPD], dim=1)
+    model = shaken(generator(tokenizer, frozen_image=True)).train()
+    batch = study(tokenizer, has_other_view_BV=HAS_VIEWS)
+    assert batch.other_views_BVCHW is not None
+    first, others = (
+        torch.cat([features.pooled_BD[:, None], features.patches_BPD], dim=1)
+        for features in map(
+            model.image_encoder, (batch.image_BCHW, batch.other_views_BVCHW.flatten(0, 1))
+        )
+    )
     of_features = dataclasses.replace(
-        batch, image_BCHW=batch.image_BCHW[:, :, :0, :0], regions_BPD=stored
+        batch,
+        image_BCHW=batch.image_BCHW[:, :, :0, :0],
+        regions_BPD=first,
+        other_views_BVCHW=None,
+        other_regions_BVPD=others.unflatten(0, (4, 2)),
     )
     torch.testing.assert_close(model(of_features).total, model(batch).total)
     model(of_features).total.backward()
@@ -291,7 +307,7 @@ def test_stored_features_replace_images(tokenizer: Tokenizer) -> None:
 def test_reports_are_learned_from_pixels_and_prompts(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Findings from the place of a square, the impression from the indication."""
     model = generator(tokenizer, image_encoder="resnet_tiny", image_arguments={}, width=32).train()
-    batch = with_prompt(model, study(tokenizer, other_view_BCHW=None))
+    batch = with_prompt(model, study(tokenizer, other_views_BVCHW=None))
     image_BCHW = torch.zeros_like(batch.image_BCHW)
     for row, (top, left) in enumerate([(0, 0), (0, 32), (32, 0), (32, 32)]):
         image_BCHW[row, :, top : top + 32, left : left + 32] = 255
@@ -333,7 +349,7 @@ def test_errors(tokenizer: Tokenizer) -> None:
     with raises(ConfigError, "conflict", "width"):
         CXRMateConfig(width=20)
     with raises(ConfigError, "out_of_range", "views"):
-        CXRMateConfig(views=3)
+        CXRMateConfig(views=0)
     with raises(ConfigError, "unknown_name", "prompt"):
         CXRMateConfig(prompt=("findings",))
     with raises(ConfigError, "conflict"):

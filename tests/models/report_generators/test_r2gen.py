@@ -54,8 +54,11 @@ def two_views(
     tokenizer: Tokenizer, size: int = 4, has_other: Tensor | None = None, **fields: Any
 ) -> Batch:
     batch = make_batch(tokenizer, size, **fields)
-    other = batch.image_BCHW.flip(0).flip(3)
-    return dataclasses.replace(batch, other_view_BCHW=other, has_other_view_B=has_other)
+    return dataclasses.replace(
+        batch,
+        other_views_BVCHW=batch.image_BCHW.flip(0).flip(3)[:, None],
+        has_other_view_BV=None if has_other is None else has_other[:, None],
+    )
 
 
 def naive_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -165,7 +168,7 @@ def test_loss_and_gradient_equal_the_formula_under_masks(tokenizer: Tokenizer) -
     terms = []
     for row in range(3):
         ids = batch.ids_BT[row][batch.mask_BT[row]].tolist()
-        views = [batch.image_BCHW[row], *([batch.other_view_BCHW[row]] if row != 1 else [])]
+        views = [batch.image_BCHW[row], *(batch.other_views_BVCHW[row] if row != 1 else [])]
         cells = cells_of(model, *views)
         log_TV = naive_scores(model, cells, ids[:-1]).log_softmax(-1)
         terms += [-log_TV[place, number] for place, number in enumerate(ids[1:])]
@@ -225,7 +228,7 @@ def test_decoding_from_the_cache_writes_the_same(decoding: Decoding, tokenizer: 
     batch = two_views(tokenizer, 4, flags(1, 0, 1, 1))
     with torch.no_grad():
         model.word_head.bias[tokenizer.sep_id] -= 1.0
-        image = model.image_tokens(batch.image_BCHW, batch.other_view_BCHW, batch.has_other_view_B)
+        image = model.read(batch)
         expected = search(
             WithoutCache(model, image),
             decoding,
@@ -245,17 +248,17 @@ def test_decoding_from_the_cache_writes_the_same(decoding: Decoding, tokenizer: 
 def test_missing_views_are_not_looked_at(tokenizer: Tokenizer) -> None:
     model = shaken(generator(tokenizer)).eval()
     batch = two_views(tokenizer, 3, flags(1, 0, 0))
-    changed = batch.other_view_BCHW.clone()
+    changed = batch.other_views_BVCHW.clone()
     changed[1:] = 255
     both = model(batch).total
-    assert torch.equal(model(dataclasses.replace(batch, other_view_BCHW=changed)).total, both)
+    assert torch.equal(model(dataclasses.replace(batch, other_views_BVCHW=changed)).total, both)
     changed[0] = 255
-    assert not torch.equal(model(dataclasses.replace(batch, other_view_BCHW=changed)).total, both)
-    none = dataclasses.replace(batch, has_other_view_B=flags(0, 0, 0))
-    single = dataclasses.replace(batch, other_view_BCHW=None, has_other_view_B=None)
+    assert not torch.equal(model(dataclasses.replace(batch, other_views_BVCHW=changed)).total, both)
+    none = dataclasses.replace(batch, has_other_view_BV=flags(0, 0, 0)[:, None])
+    single = dataclasses.replace(batch, other_views_BVCHW=None, has_other_view_BV=None)
     torch.testing.assert_close(model(none).total, model(single).total)
-    assert generator(tokenizer, views=1).inputs.other_view is False
-    assert model.inputs.other_view is True
+    assert generator(tokenizer, views=1).inputs.other_views == 0
+    assert model.inputs.other_views == 1
 
 
 def test_cut_texts_do_not_teach_to_stop(tokenizer: Tokenizer) -> None:

@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from medvl.common.files import sha256
 from medvl.common.untrusted import parse_json, read_json
+from medvl.encoders import ImageEncoder
 from medvl.errors import ConfigError, WeightsError
 from medvl.models.fusion_encoders.parts.encoder import Tokens, join
 from medvl.models.fusion_encoders.parts.inputs import encode_present
@@ -205,6 +206,16 @@ def prefix_mask(real_BP: Tensor, tokens: int) -> Tensor:
     return seen_NN & real_BN[:, None, :]
 
 
+def image_patches(encoder: ImageEncoder, image: Tensor) -> Tensor:
+    """(N, P, D): patches of images (N, C, H, W), or of their stored features (N, 1 + P, D), whose
+    first one is the pooled vector.
+    """
+    if image.ndim == 3:
+        return image[:, 1:].float()
+    patches_NPD: Tensor = encoder(image).patches_BPD
+    return patches_NPD
+
+
 def encode_some(
     encode: Callable[[Tensor], Tokens], image: Tensor, has_B: Tensor | None, width: int
 ) -> Tokens:
@@ -223,17 +234,32 @@ def study_images(
     views: int,
     prior: bool,
 ) -> Tokens:
-    """Return the tokens of all images of each study: those of the prior, the image, its other view.
+    """Return the tokens of all images of each study: those of the prior, the image, its other
+    views.
 
     Args:
-        batch: its `other_view_BCHW` and `prior_BCHW` may be missing.
+        batch: its `other_views_BVCHW`, or `other_regions_BVPD`, and `prior_BCHW` may be missing.
         image: tokens of the first image.
-        encode: function of pixels, of which rows have some, and of "image" or "prior image".
-        views: 2 to read the other view.
+        encode: function of pixels or stored features, of which rows have some, and of "image" or
+            "prior image".
+        views: maximum number of images without the prior.
         prior: whether to read the prior.
     """
-    if views == 2 and batch.other_view_BCHW is not None:
-        image = join(image, encode(batch.other_view_BCHW, batch.has_other_view_B, "image"))
+    others_BV = batch.other_views_BVCHW
+    if others_BV is None:
+        others_BV = batch.other_regions_BVPD
+    if views > 1 and others_BV is not None:
+        others_BV = others_BV[:, : views - 1]
+        has_other_BV = batch.has_other_view_BV
+        # All views are encoded at once; those that are missing are not.
+        others = encode(
+            others_BV.flatten(0, 1),
+            None if has_other_BV is None else has_other_BV[:, : views - 1].flatten(),
+            "image",
+        )
+        states_BVPD = others.states_BND.unflatten(0, others_BV.shape[:2])
+        mask_BVP = others.real_BN().view(states_BVPD.shape[:3])
+        image = join(image, Tokens(states_BVPD.flatten(1, 2), mask_BVP.flatten(1, 2)))
     if prior and batch.prior_BCHW is not None:
         image = join(encode(batch.prior_BCHW, batch.has_prior_B, "prior image"), image)
     return image
