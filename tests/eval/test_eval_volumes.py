@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.contrastive_systems import fvlm
 from helpers.errors import raises
 from helpers.volume_shards import SHAPE, volume_shards
 
@@ -14,10 +15,11 @@ from medvl.cli import main as cli
 from medvl.data.corpora.volumes.ct_rate import LABELS
 from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
-from medvl.errors import EvaluationError
+from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import list_prompts, load_prompts, read_results
 from medvl.eval.core.full_pass import _pool_slices
 from medvl.eval.core.open import open_for_evaluation
+from medvl.eval.probing.features import ProbedEncoder, encode_features
 from medvl.eval.zero_shot_classification.protocol import predict, zero_shot
 from medvl.models.checkpoint import save
 from medvl.models.dual_encoders.bases.base import DualEncoder
@@ -134,6 +136,32 @@ def test_scores_of_reconstructions_are_averaged(folder: Path, tokenizer: Tokeniz
     expected = volumes.scores_NL.reshape(PATIENTS, 2, -1).mean(axis=1)
     np.testing.assert_allclose(scans.scores_NL, expected)
     assert {sample.study for sample in scans.samples} == {s.study for s in volumes.samples}
+
+
+def test_a_probe_reads_the_vectors_of_volumes(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    parts = [
+        volume_shards(tmp_path / split, 8, shape=SHAPE, reconstructions=1, split=split, seed=seed)
+        for seed, split in enumerate(("train", "validate"), 1)
+    ]
+    run = tmp_path / "run"
+    run.mkdir()
+    model = of_volumes(tokenizer).eval()
+    save(model, run)
+    command = ["eval", "probe", "--checkpoint", run, "--train", parts[0], "--valid", parts[1]]
+    command += ["--test", folder, "--fractions", 1, "--resamples", 5, "--workers", 0]
+    cli.main([str(word) for word in [*command, "--device", "cpu"]])
+    assert read_results(run / "eval" / "probe").row("auroc@100%", "macro").n == 2 * PATIENTS
+    probed = ProbedEncoder.from_model(model, name="hlip")
+    loader = open_for_evaluation(ShardSource(folder), probed.transform, None, batch=5, workers=0)
+    table = encode_features(probed, loader)
+    whole = ShardSource(folder).volume(table.positions[3]).hu_DHW
+    with torch.no_grad():
+        expected_1D = model.image_encoder(model.transform([whole])).pooled_BD
+    torch.testing.assert_close(table.x_ND[3:4], expected_1D, rtol=0, atol=1e-5)
+    with raises(ConfigError, "unsupported", "checkpoint"):
+        ProbedEncoder.from_model(fvlm(), name="fvlm")
 
 
 @pytest.mark.parametrize("make", [of_images, of_volumes])

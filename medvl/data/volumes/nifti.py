@@ -37,6 +37,8 @@ _SIZES = {348: "Nifti1Header", 540: "Nifti2Header"}
 _MAX_OFFSET = 64 << 20  # header extensions, which are skipped
 _GZIP_RATIO = 1032  # the largest of deflate
 _PIECE = 1 << 20
+_OF_SCANNER = 2
+"""Largest code of an sform in the space of a scan; those of a template differ from the qform."""
 _LEAST_RANGE = 16
 """Range of values with fractions below which rounding to int16 would lose the picture."""
 _MILLIMETRES = {"meter": 1000.0, "mm": 1.0, "micron": 0.001, "unknown": 1.0}
@@ -57,8 +59,8 @@ def read_nifti(
 
     A value is stored * slope + intercept of the header; a slope of 0 or NaN means neither. Values
     are rounded to int16. The orientation is that of the header's sform, else of its qform; a header
-    with both must have one direction and spacing for each axis, because programs differ in which
-    one they read.
+    with both for the space of the scan must have one direction and spacing for each axis, because
+    programs differ in which one they read.
 
     Args:
         path: .nii or .nii.gz.
@@ -266,7 +268,7 @@ def _steps(header: Any, axes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray
         affine, code = header.get_sform(coded=True)
         if not code:
             affine, code = header.get_qform(coded=True)
-        elif not _agree(affine, _qform(header)):
+        elif code <= _OF_SCANNER and not _agree(affine, _qform(header)):
             raise VolumeError(
                 "the sform and the qform of the header differ in the direction or the spacing of "
                 "an axis, so left and right are uncertain; correct the header, or give orientation "

@@ -120,6 +120,10 @@ class VolumeTransform:
         """Spacing and size of the shards that the model was trained on."""
         return VolumeOptions()
 
+    def settings(self) -> dict[str, Any]:
+        """Return the fields that make up the transform of stored volumes."""
+        return {"size": list(self.size), "organs": self.organs}
+
     def __call__(self, volumes: Any) -> "Tensor | OrganVolumes":
         """Prepare volumes for a model: return int16 (B, 1, D, H, W) of `size`; with `organs`, these
         and their organs.

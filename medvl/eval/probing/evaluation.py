@@ -12,7 +12,13 @@ from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError
 from medvl.eval.classification.evaluation import LIMITS, facts, sections, subtitle
 from medvl.eval.classification.scored_images import ClassificationResult, MeanOptions
-from medvl.eval.core.open import OutputOptions, Setup, open_source, resolve_device
+from medvl.eval.core.open import (
+    OutputOptions,
+    Setup,
+    open_source,
+    resolve_device,
+    shown_pixels,
+)
 from medvl.eval.core.results import (
     Lines,
     OutputFolder,
@@ -147,7 +153,7 @@ class EncoderOptions:
     """The image encoder: give exactly one of --checkpoint and --encoder."""
 
     checkpoint: Path | None = None
-    """folder of a checkpoint of any system with an image encoder"""
+    """folder of a checkpoint of any system with an encoder of images or volumes"""
     random_weights: bool = False
     """reinitialise the encoder of the checkpoint, as a baseline without pretraining"""
     encoder: str | None = None
@@ -338,7 +344,7 @@ class Probe(Evaluation):
             result=result,
             model=probed.name,
             data=source.manifest,
-            page=functools.partial(write_probe_page, result, pixels=source.pixels),
+            page=functools.partial(write_probe_page, result, pixels=shown_pixels(source)),
             table=result.table(),
         )
 

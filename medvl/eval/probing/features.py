@@ -28,23 +28,25 @@ from medvl.common.ranks import exchange_bytes
 from medvl.common.seeding import seeded
 from medvl.data.loading.sources import color_for
 from medvl.data.transforms.image import EvalTransform
-from medvl.encoders import ImageEncoder, create_image_encoder
+from medvl.encoders import ImageEncoder, VolumeEncoder, create_image_encoder
 from medvl.encoders.pretrained import Pretrained, weights_sha256
-from medvl.errors import EvaluationError
+from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.full_pass import FullPass, Loader, Source, column, samples_by_key
 from medvl.eval.core.metrics import Array
 from medvl.models.base import System, evaluating
 from medvl.models.downstream.classifier import FROZEN_NOTE, image_encoder_of
+from medvl.models.volumes.base import VolumeDualEncoder
 from medvl.schema import Batch, Sample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProbedEncoder:
-    """An image encoder with its image transform."""
+    """An encoder of images or volumes with its transform."""
 
     name: str
-    module: ImageEncoder
-    transform: EvalTransform
+    module: ImageEncoder | VolumeEncoder
+    transform: Any
+    """`EvalTransform` of images, or `VolumeTransform`."""
     note: str = ""
     """What its features do not contain, for results and pages."""
 
@@ -52,12 +54,13 @@ class ProbedEncoder:
     def from_model(
         cls, model: System, *, name: str, random: bool = False, seed: int = 0
     ) -> "ProbedEncoder":
-        """Return the image encoder of a system; `random` reinitialises its weights, as a baseline.
+        """Return the encoder of a system; `random` reinitialises its weights, as a baseline.
 
         The encoder of a system that trains layers above a frozen one only (RadZero, UMRL) has a
         `note` that says so.
 
-        Raises ConfigError if the system has no image encoder that reads pixels.
+        Raises ConfigError if the system has no encoder that reads pixels, or trains patches of
+        volumes alone.
         """
         if random:
             with seeded(seed):
@@ -67,7 +70,7 @@ class ProbedEncoder:
                     .to(model.device)
                 )
             name = f"{name}, random weights"
-        module = image_encoder_of(model)
+        module = _encoder_of(model)
         note = FROZEN_NOTE if module.is_frozen and not random else ""
         return cls(name=name, module=module, transform=model.transform, note=note)
 
@@ -103,6 +106,20 @@ class ProbedEncoder:
     def sha256(self) -> str:
         """Hash of the weights and settings of the encoder."""
         return weights_sha256(self.module, self.module.config)
+
+
+def _encoder_of(model: System) -> ImageEncoder | VolumeEncoder:
+    if not isinstance(model, VolumeDualEncoder):
+        return image_encoder_of(model)
+    if not model.trains_pooled:
+        raise ConfigError(
+            f"{model.name} trains the patches of its encoder, not the vector of a volume that a "
+            "probe reads; give another checkpoint",
+            "unsupported",
+            field="checkpoint",
+        )
+    encoder: VolumeEncoder = model.image_encoder
+    return encoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +199,10 @@ def _describe(encoder: ProbedEncoder, source: Source) -> str:
     description: dict[str, Any] = {
         "encoder": encoder.sha256,
         "source": source.fingerprint,
-        "transform": ["EvalTransform", encoder.transform.settings()],
+        "transform": [
+            "VolumeTransform" if isinstance(encoder.module, VolumeEncoder) else "EvalTransform",
+            encoder.transform.settings(),
+        ],
         "color": color_for(source, encoder.transform),
         "versions": [medvl.__version__, str(torch.__version__)],
     }

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,6 +43,8 @@ class VolumeDualEncoder(DualEncoder):
 
     image_encoder: Any
     zero_shot_prompts = "statements"
+    trains_pooled: ClassVar[bool] = True
+    """Whether training reaches the encoder's own vector of a volume."""
 
     @classmethod
     def make_encoders(

@@ -158,6 +158,7 @@ class FVLM(VolumeDualEncoder):
     Config = FVLMConfig
     learns_scale = True
     needs_pairs = False
+    trains_pooled = False
     zero_shot_prompts = "fvlm"
     image_head: OrganQueries
 

@@ -105,14 +105,16 @@ def test_an_sform_against_the_qform_is_a_conflict(tmp_path):
     steps = np.diag([-0.7, -0.8, 2, 1])
     turned = steps.copy()
     turned[0, 2] = 0.2  # 6 degrees, which the qform has at right angles
-    for qform, is_refused in [
-        (steps, False),
-        (turned, False),
-        (np.diag([0.7, -0.8, 2, 1]), True),  # left and right
-        (np.diag([-0.7, -0.8, 3, 1]), True),
+    mirrored = np.diag([0.7, -0.8, 2, 1])
+    for qform, code, is_refused in [
+        (steps, 1, False),
+        (turned, 1, False),
+        (mirrored, 1, True),
+        (mirrored, 4, False),  # an sform of a template
+        (np.diag([-0.7, -0.8, 3, 1]), 1, True),
     ]:
         image = nibabel.Nifti1Image(canonical(), None)
-        image.set_sform(steps, 1)
+        image.set_sform(steps, code)
         image.set_qform(qform, 1)
         nibabel.save(image, tmp_path / "a.nii")
         if is_refused:
