@@ -468,6 +468,10 @@ class Question:
         options = zip(LETTERS, self.options, strict=False)
         return f"{self.question} Options: {' '.join(f'{letter}. {o}' for letter, o in options)}"
 
+    def with_option(self, option: str) -> str:
+        """Return the question with an option, as one text."""
+        return f"{self.question} {option}"
+
     def as_json(self) -> dict[str, Any]:
         """Return the entry for `Sample.extra["questions"]`, without empty fields except the
         answer.

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         known_labels as known_labels,
         lvit as lvit,
         multilabel_bce as multilabel_bce,
+        option_choice as option_choice,
         vqa_bce as vqa_bce,
     )
 

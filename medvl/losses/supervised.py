@@ -191,10 +191,11 @@ def contrastive_mask(prob_B1HW: Tensor, reference_B1HW: Tensor) -> Tensor:
         )
 
 
-# Losses of answers: classification over a vocabulary with soft targets, or word by word.
+# Losses of answers: classification over a vocabulary with soft targets, choice among the options of
+# a question, or word by word.
 #
 # V answers of a vocabulary, or tokens of a tokenizer; N words of all answers of a batch; B
-# questions.
+# questions, O options.
 
 
 def vqa_bce(logits_BV: Tensor, target_BV: Tensor) -> Tensor:
@@ -221,6 +222,37 @@ def vqa_bce(logits_BV: Tensor, target_BV: Tensor) -> Tensor:
             logits_BV.float(), target_BV.float(), reduction="sum"
         )
         return loss / max(len(logits_BV), 1)
+
+
+def option_choice(score_BO: Tensor, target_BO: Tensor, count: Tensor | None = None) -> Tensor:
+    """Cross-entropy of the right option of each question, averaged over the questions.
+
+    The softmax is over the options of a question. Of several right options, the sum of their
+    probabilities counts.
+
+    Args:
+        score_BO: one row per question, one column per option.
+        target_BO: 1 for right options, 0 for others; NaN where a question has fewer options. A
+            question without a right option is left out.
+        count: divisor of the sum in place of the number of those questions, such as the mean number
+            of an update's micro-batches on all ranks.
+
+    Returns a scalar, ln O for equal scores; 0 with a zero gradient where no question has a right
+    option. Raises ValueError on unequal shapes.
+    """
+    if score_BO.ndim != 2 or score_BO.shape != target_BO.shape:
+        raise ValueError(
+            f"expected scores and targets of one shape (B, O), got {shapes(score_BO, target_BO)}"
+        )
+    right_BO = target_BO == 1
+    asked_B = right_BO.any(dim=1)
+    with full_precision(score_BO):
+        # finite, so that a row without an option has a finite gradient, which is not counted
+        lowest = torch.finfo(torch.float32).min
+        log_BO = score_BO.float().masked_fill(target_BO.isnan(), lowest).log_softmax(dim=1)
+        log_B = log_BO.masked_fill(~right_BO, lowest).logsumexp(dim=1)
+        total = -log_B.where(asked_B, 0.0).sum()
+        return mean_of(total, asked_B.sum() if count is None else count)
 
 
 def answer_words(

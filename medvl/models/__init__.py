@@ -62,6 +62,11 @@ if TYPE_CHECKING:
         RetrievalModel as RetrievalModel,
         create_retrieval as create_retrieval,
     )
+    from medvl.models.downstream.vqa.choices import (
+        ChoiceConfig as ChoiceConfig,
+        ChoiceModel as ChoiceModel,
+        create_choices as create_choices,
+    )
     from medvl.models.downstream.vqa.decoder import (
         DecoderConfig as DecoderConfig,
         VQAConfig as VQAConfig,

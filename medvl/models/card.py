@@ -114,7 +114,7 @@ _RESULTS = "## Results\n\n", "\n## Licence"
 _SHOWN = 24
 _TEXT_TO_IMAGE = "text-to-image"
 _PIPELINES = {
-    "vqa": "visual-question-answering",
+    **dict.fromkeys(("choices", "vqa"), "visual-question-answering"),
     "classifier": "image-classification",
     **dict.fromkeys(("causal_lm", "cxrmate", "r2gen"), "image-to-text"),
     **dict.fromkeys(("latent_diffusion", "roentgen"), _TEXT_TO_IMAGE),

@@ -36,6 +36,7 @@ _MODULES = {
     "causal_lm": "medvl.models.report_generators.causal_lm",
     "change_classifier": "medvl.models.downstream.classifier",
     "chexzero": "medvl.models.dual_encoders.chexzero",
+    "choices": "medvl.models.downstream.vqa.choices",
     "classifier": "medvl.models.downstream.classifier",
     "clip": "medvl.models.dual_encoders.clip",
     "colipri": "medvl.models.volumes.colipri",

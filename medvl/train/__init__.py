@@ -85,6 +85,7 @@ if TYPE_CHECKING:
         classifier_run as classifier_run,
         fused_classification as fused_classification,
         open_change as open_change,
+        open_choices as open_choices,
         open_classification as open_classification,
         open_dense as open_dense,
         open_vqa as open_vqa,

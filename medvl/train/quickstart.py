@@ -261,9 +261,14 @@ def report_recipe(
     )
 
 
-CHOICE_DATA = (
+CHOICE_SHARDS = (
     "medvl phantom rexvqa --out quickstart/rexvqa --patients 3000 --size 160\n"
-    "    medvl shards rexvqa --root quickstart/rexvqa --out quickstart/choices --short-side 160\n"
+    "    medvl shards rexvqa --root quickstart/rexvqa --out quickstart/choices --short-side 160"
+)
+"""Commands that make the phantom's questions with four options."""
+
+CHOICE_DATA = (
+    f"{CHOICE_SHARDS}\n"
     "    medvl vocab --data quickstart/choices/train --out quickstart/choice-words --kind words\n"
     "    medvl train "
 )

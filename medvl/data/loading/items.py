@@ -27,6 +27,7 @@ from medvl.data.transforms.image import BuiltTransform, ImageTransform, ReadsTex
 from medvl.data.transforms.operations import stack_views
 from medvl.data.transforms.text import (
     REPORT_SECTIONS,
+    OptionTexts,
     SamplePolicy,
     Statements,
     TextPair,
@@ -414,7 +415,7 @@ class ItemMaker:
         """Return all statements; under a policy without statements, the sample's text is its
         only one.
         """
-        if not isinstance(self.text, Statements):
+        if not isinstance(self.text, Statements | OptionTexts):
             text = self._text(sample, views, epoch, "text")
             return (text,) if text.strip() else ()
         rng = sample_rng(self.seed, epoch, sample.key, "statements")

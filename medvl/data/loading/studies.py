@@ -281,6 +281,38 @@ class QuestionSource:
         return self.source.regions(self.questions[position].image)
 
 
+class OptionSource(QuestionSource):
+    """The questions of one split with several options and one right one, for systems that score
+    options. The section "question" of a sample is its question, that of a letter the question with
+    this option; labels are 1 for the right letter and 0 for the others of a question.
+
+    Args:
+        source: shards of a VQA corpus.
+        split: split of the questions.
+
+    Raises CorpusError without such a question of that split.
+    """
+
+    def __init__(self, source: ShardSource, split: str) -> None:
+        super().__init__(source, split, (), _as_written)
+        self.questions = _with_one_right(self.questions, source, split)
+        self.image_keys = tuple(source.key(position) for position, _ in self.questions)
+        most = max(len(question.options) for _, question in self.questions)
+        self.label_names = tuple(LETTERS[:most])
+        self.fingerprint = hashlib.sha256(f"{self.fingerprint} options".encode()).hexdigest()
+
+    def sample(self, position: int) -> Sample:
+        """Return the question at `position` as a sample. Raises ShardError."""
+        question = self.questions[position].question
+        letters = LETTERS[: len(question.options)]
+        texts = map(question.with_option, question.options)
+        return dataclasses.replace(
+            super().sample(position),
+            sections={"question": question.question, **dict(zip(letters, texts, strict=True))},
+            labels={letter: int(n in question.right) for n, letter in enumerate(letters)},
+        )
+
+
 class AnswerSource(QuestionSource):
     """The questions of one split with their answers as texts, for writers of answers: sections
     "question" and "answer", and no labels.
@@ -302,13 +334,9 @@ class AnswerSource(QuestionSource):
             return
         self.questions = tuple(
             ImageQuestion(image, each)
-            for image, question in self.questions
-            if len(question.options) > 1 and len(question.right) == 1
+            for image, question in _with_one_right(self.questions, source, split)
             for each in _cyclic_orders(question)
         )
-        if not self.questions:
-            message = f"{source.folder}: no question of {split} has options and one right one"
-            raise CorpusError(message, "empty", field="questions")
         self.image_keys = tuple(source.key(position) for position, _ in self.questions)
         self.fingerprint = hashlib.sha256(f"{self.fingerprint} letters".encode()).hexdigest()
 
@@ -320,6 +348,23 @@ class AnswerSource(QuestionSource):
         if self._letters:
             sections = {"question": question.with_letters(), "answer": LETTERS[question.right[0]]}
         return dataclasses.replace(sample, sections=sections)
+
+
+def _with_one_right(
+    questions: Sequence[ImageQuestion], source: ShardSource, split: str
+) -> tuple[ImageQuestion, ...]:
+    """Return the questions with several options and one right one. Raises CorpusError where there
+    is none.
+    """
+    chosen = tuple(
+        each
+        for each in questions
+        if len(each.question.options) > 1 and len(each.question.right) == 1
+    )
+    if not chosen:
+        message = f"{source.folder}: no question of {split} has options and one right one"
+        raise CorpusError(message, "empty", field="questions")
+    return chosen
 
 
 def _cyclic_orders(question: Question) -> Iterator[Question]:

@@ -387,6 +387,19 @@ class Statements:
         )
 
 
+class OptionTexts:
+    """The question as the text, and the question with each option as the statements, of the samples
+    of `medvl.data.loading.studies.OptionSource`.
+    """
+
+    def all_of(self, sections: Mapping[str, str], rng: np.random.Generator) -> list[str]:
+        """Return the question with each option, in their order."""
+        return [text for name, text in sections.items() if name != "question"]
+
+    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
+        return sections["question"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SectionOrStatement:
     """Findings, impression, or one of the labeler's statements about them, drawn with these

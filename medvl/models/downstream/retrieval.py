@@ -106,9 +106,7 @@ class RetrievalModel(FusionTask):
         """Return the fusion-encoder with this head in place of its ITM head, for evaluators; it
         is not copied.
         """
-        self.fusion_model.itm_head = RankAsMatch(self.rank_head)
-        self.fusion_model.can_match = True
-        return self.fusion_model
+        return ranked_by(self.fusion_model, self.rank_head)
 
 
 class RankAsMatch(nn.Module):
@@ -122,6 +120,13 @@ class RankAsMatch(nn.Module):
         """(B, D) to (B, 2)."""
         score_B1 = self.rank_head(pooled_BD)
         return torch.cat([torch.zeros_like(score_B1), score_B1], dim=1)
+
+
+def ranked_by(model: FusionModel, rank_head: nn.Module) -> FusionModel:
+    """Return a fusion-encoder, not copied, with a rank head in place of its ITM head."""
+    model.itm_head = RankAsMatch(rank_head)
+    model.can_match = True
+    return model
 
 
 def match_logit(itm_head: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ from medvl.common.config_io import check_within
 from medvl.common.seeding import seeded
 from medvl.data.shards.format import Manifest
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, ImageTransform
-from medvl.data.transforms.text import WholeText
+from medvl.data.transforms.text import OptionTexts, WholeText
 from medvl.data.transforms.turning import LViTAugmentation
 from medvl.errors import ConfigError
 from medvl.models.fusion_encoders.bases.base import FusionConfig
@@ -31,6 +31,7 @@ from medvl.train.tasks.pretraining import (
 if TYPE_CHECKING:
     from medvl.data.loading.dense_targets import Kind
     from medvl.data.loading.sources import Subset
+    from medvl.data.loading.studies import OptionSource, QuestionSource
     from medvl.data.shards.source import ShardSource
     from medvl.train.loop.state import Evaluator
     from medvl.train.run import Run
@@ -269,24 +270,75 @@ def open_vqa(
     """
     from medvl.data.loading.studies import QuestionSource
 
+    def questions(source: "ShardSource", split: str) -> QuestionSource:
+        earlier = model.config.earlier_image
+        return QuestionSource(source, split, answers, normalize, earlier=earlier)
+
+    return _open_questions(data, model, batch, questions, WholeText(sections=("question",)))
+
+
+def open_choices(data: VQADataConfig, model: Any, batch: int) -> DataLoaders:
+    """Open the loaders of a run on multiple-choice questions for this rank; those without options,
+    or with several right ones, are left out.
+
+    Raises as `open_vqa`, and ConfigError where options of a question are equal within the model's
+    length of texts.
+    """
+    from medvl.data.loading.studies import OptionSource
+
+    def questions(source: "ShardSource", split: str) -> OptionSource:
+        chosen = OptionSource(source, split)
+        _check_options(chosen, model)
+        return chosen
+
+    return _open_questions(data, model, batch, questions, OptionTexts())
+
+
+_MOST_EQUAL = 0.05
+"""Share of the questions whose options may be equal to the model."""
+
+
+def _check_options(source: "OptionSource", model: Any) -> None:
+    """Raise ConfigError where many questions have options with equal tokens."""
+    equal = 0
+    for _, question in source.questions:
+        ids_OT, _ = model.tokenizer([question.with_option(each) for each in question.options])
+        equal += len(ids_OT.unique(dim=0)) < len(question.options)
+    if equal > _MOST_EQUAL * len(source):
+        message = (
+            f"expected options that differ, got {equal} of {len(source)} questions of "
+            f"{source.split} with equal ones, in the vocabulary and {model.config.max_tokens} "
+            f"tokens of the model"
+        )
+        advice = "set a larger max_tokens, or start from a model with another vocabulary"
+        raise ConfigError(f"{message}; {advice}", "too_small", field="max_tokens")
+
+
+def _open_questions(
+    data: VQADataConfig,
+    model: Any,
+    batch: int,
+    questions: "Callable[[ShardSource, str], QuestionSource]",
+    text: WholeText | OptionTexts,
+) -> DataLoaders:
+    """Open the loaders of the questions of a source and a split."""
     if model.tokenizer is None:
         raise ConfigError(
             "the model has no tokenizer; start from a checkpoint with one, or set data.tokenizer",
             "missing",
             field="tokenizer",
         )
-    text = WholeText(sections=("question",))
     options: dict[str, Any] = {"tokenizer": model.tokenizer, "text": text, "inputs": model.inputs}
     train, valid = open_split(data, one_folder=True)
     regions = bind_regions(model, train)
-    earlier = model.config.earlier_image
-    questions = QuestionSource(train, "train", answers, normalize, earlier=earlier)
     image = model.transform if isinstance(data.image, EvalTransform) else data.image
-    loader = open_train(data, questions, batch, image=image, together=data.together, **options)
+    loader = open_train(
+        data, questions(train, "train"), batch, image=image, together=data.together, **options
+    )
     entries = describe(train.manifest, None if valid is None else valid.manifest, **regions)
     if valid is None:
         return DataLoaders(loader, None, None, entries)
-    held_out = QuestionSource(valid, data.valid_split, answers, normalize, earlier=earlier)
+    held_out = questions(valid, data.valid_split)
     options["image"] = model.transform
     losses = open_valid(data, held_out, **options)
     return DataLoaders(loader, losses, open_valid(data, held_out, shared=False, **options), entries)

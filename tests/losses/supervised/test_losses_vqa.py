@@ -126,3 +126,38 @@ def test_answer_words_reject_unequal_lengths() -> None:
         losses.answer_words(torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64), torch.ones(3), 1)
     with pytest.raises(ValueError, match="each word needs a weight: 2 words and 3 weights"):
         losses.answer_words(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), torch.ones(3), 1)
+
+
+def naive_choice(score_BO: Tensor, target_BO: Tensor) -> Tensor:
+    entropies = []
+    for score_O, target_O in zip(score_BO, target_BO, strict=True):
+        options = [n for n, target in enumerate(target_O) if not target.isnan()]
+        right = [n for n in options if target_O[n] == 1]
+        if right:
+            chance = sum(score_O[n].exp() for n in right) / sum(score_O[n].exp() for n in options)
+            entropies.append(-torch.log(torch.as_tensor(chance)))
+    return torch.stack(entropies).mean()
+
+
+def test_option_choice_is_cross_entropy_over_the_options_of_each_question() -> None:
+    nan = torch.nan
+    target_BO = torch.tensor(
+        [[0, 1, 0, 0], [1, 0, nan, nan], [0, 0, 0, nan], [nan] * 4, [1, 0, 1, nan]]
+    )
+    score_BO = 2 * torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    compare(
+        lambda x: losses.option_choice(x, target_BO),
+        lambda x: naive_choice(x, target_BO),
+        [score_BO],
+    )
+    whole, counted = (losses.option_choice(score_BO, target_BO, count)
+                      for count in (None, torch.tensor(1.5)))  # fmt: skip
+    torch.testing.assert_close(counted, 2 * whole)  # of three questions with a right option
+    check_precision(lambda x: losses.option_choice(x, target_BO), score_BO)
+    check_zero_with_gradient(lambda x: losses.option_choice(x, target_BO[2:4]), score_BO[2:4])
+    check_zero_with_gradient(lambda x: losses.option_choice(x, x[:, :0]), torch.zeros(0, 0))
+    assert losses.option_choice(torch.zeros(2, 4), target_BO[:1].expand(2, 4)).item() == (
+        pytest.approx(math.log(4))
+    )
+    with pytest.raises(ValueError, match=r"one shape \(B, O\), got \(2, 3\) and \(2, 4\)"):
+        losses.option_choice(torch.zeros(2, 3), torch.zeros(2, 4))

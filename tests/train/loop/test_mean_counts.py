@@ -18,7 +18,7 @@ from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.tokenizer.tokenizer import train_words
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import create_image_encoder
-from medvl.models import Classifier, Detector, FusedClassifier
+from medvl.models import ChoiceModel, Classifier, Detector, FusedClassifier
 from medvl.models.base import System
 from medvl.schema import Batch
 
@@ -40,6 +40,20 @@ def fused(target: Any) -> tuple[System, Batch]:
     model = FusedClassifier.on(tiny_model("dual_stream", TOKENIZER), LABELS, target=target)
     torch.nn.init.normal_(model.label_head[-1].weight)
     return model, make_batch(TOKENIZER, 6, labels_BL=KNOWN)
+
+
+def choices() -> tuple[System, Batch]:
+    model = ChoiceModel.on(tiny_model("dual_stream", TOKENIZER))
+    torch.nn.init.normal_(model.rank_head.weight)
+    ids_BT, mask_BT = TOKENIZER([TEXTS[0]] * 6 + [TEXTS[1]] * 6 + [TEXTS[3]] * 6)
+    labels_BL = torch.tensor([[1.0, 0, 0], [0, 1, 0], [NAN] * 3, [0, 0, 1], [0, 0, 0], [NAN] * 3])
+    return model, make_batch(
+        TOKENIZER,
+        6,
+        labels_BL=labels_BL,
+        statement_ids_BST=ids_BT.unflatten(0, (3, 6)).transpose(0, 1),
+        statement_mask_BST=mask_BT.unflatten(0, (3, 6)).transpose(0, 1),
+    )
 
 
 def detector() -> tuple[System, Batch]:
@@ -77,6 +91,7 @@ MAKERS = {
     "classifier": classifier,
     "several labels": lambda: fused("multi_label"),
     "one label": lambda: fused("single_label"),
+    "choices": choices,
     "detector": detector,
     "generator": generator,
 }
