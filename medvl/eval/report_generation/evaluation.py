@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,12 @@ from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.registry import register_evaluation
 from medvl.eval.report_generation.contents import content_metrics, read_contents
 from medvl.eval.report_generation.external import ExternalOptions
-from medvl.eval.report_generation.generate import count_cut, generate_by_decoding, write_studies
+from medvl.eval.report_generation.generate import (
+    DecodingOptions,
+    count_cut,
+    generate_by_decoding,
+    write_studies,
+)
 from medvl.eval.report_generation.grounded import grounded_metrics, labeler_judge
 from medvl.eval.report_generation.likelihood import add_likelihoods
 from medvl.eval.report_generation.metrics import (
@@ -64,9 +70,10 @@ from medvl.eval.report_generation.rexrank import (
 )
 from medvl.models.fusion_encoders.medvill import MedViLL
 from medvl.models.report_generators.base import ReportGenerator
-from medvl.models.text_decoding import Decoding
 from medvl.phantom import read_truth
 from medvl.schema import FINDINGS, ConventionsName
+
+_log = logging.getLogger(__name__)
 
 _OVERLAP = {
     "corpus_bleu_1": "BLEU-1",
@@ -262,41 +269,6 @@ def _name(subgroup: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodingOptions:
-    """Decoding of a checkpoint's reports."""
-
-    beams: int = 1
-    """above 1: also evaluate a beam search. It prefers "no abnormality", which has the fewest
-    paraphrases
-    """
-    max_tokens: int | None = None
-    """maximum length of a report; default: as in training"""
-    length_penalty: float = 0.0
-    """above 0 favours longer reports in the beam search"""
-    block_ngrams: int = 0
-    """above 0: never repeat an n-gram of this length"""
-    samples: int = 0
-    """above 0: also sample this many reports per image and evaluate the one whose findings agree
-    best with the others. The same labeler selects the report and computes the metrics of
-    findings
-    """
-    seed: int = 0
-    """seed of sampling"""
-
-    def decodings(self) -> dict[str, Decoding]:
-        """Return the decodings by name."""
-        common: dict[str, Any] = {"max_tokens": self.max_tokens, "block_ngrams": self.block_ngrams}
-        decodings = {"greedy": Decoding(**common)}
-        if self.beams > 1:
-            decodings["beam search"] = Decoding(
-                beams=self.beams, length_penalty=self.length_penalty, **common
-            )
-        if self.samples:
-            decodings["consensus"] = Decoding(samples=self.samples, seed=self.seed, **common)
-        return decodings
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Reports:
     """Reports to evaluate, and their origin."""
 
@@ -454,12 +426,14 @@ class ReportGeneration(Evaluation):
 
     def _from_rexrank(self, setup: Setup) -> _Reports:
         assert self.rexrank is not None
-        answered = self.rexrank
-        studies = read_rexrank(answered)
-        setup.settle()
-        if self.checkpoint is not None:
-            answered = self._answer(setup, studies)
-            studies = read_rexrank(answered)
+        studies = read_rexrank(self.rexrank)
+        inputs: dict[str, str | None] = {"predictions": sha256(self.rexrank)}
+        if self.checkpoint is None:
+            setup.settle()
+        else:
+            inputs = {**input_hashes(self.checkpoint), "manifest": sha256(self.rexrank)}
+            setup.settle(manifest=inputs["manifest"])
+            studies = read_rexrank(self._answer(setup, studies))
         reports = study_reports(studies, self.sections)
         if not reports:
             message = f"{self.rexrank}: no study has a section {' or '.join(self.sections)}"
@@ -468,7 +442,7 @@ class ReportGeneration(Evaluation):
             reports=reports,
             name=str(self.checkpoint or self.rexrank),
             config={"unit": "study"},
-            inputs={"predictions": sha256(answered)},
+            inputs=inputs,
             data=str(self.rexrank),
             details={"without_reference": len(studies) - len(reports)},
         )
@@ -489,7 +463,9 @@ class ReportGeneration(Evaluation):
         texts = write_studies(model, loader, decoding, self.sections)
         folder = setup.folder or Path()
         folder.mkdir(parents=True, exist_ok=True)
-        return write_rexrank(self.rexrank, folder / "prediction.json", texts)
+        path = write_rexrank(self.rexrank, folder / "prediction.json", texts)
+        _log.info("predictions for ReXrank: %s", path)
+        return path
 
     def _from_checkpoint(self, setup: Setup) -> _Reports:
         assert self.checkpoint is not None

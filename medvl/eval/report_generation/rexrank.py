@@ -91,12 +91,18 @@ def list_source(studies: Mapping[str, RexrankStudy], root: Path) -> FileSource:
     """Return the images of a list below a folder, the key image of each study first, with findings,
     impression, and the context as sections.
 
-    Raises EvaluationError where an image is missing.
+    Raises EvaluationError where an image is missing or outside of the folder, and for a study
+    without images or a list without studies.
     """
+    if not studies:
+        raise EvaluationError("expected a list of studies, got none", "empty", field="rexrank")
     samples = []
     for study in studies.values():
+        if not study.images:
+            message = f"expected one or more images of study {study.study}, got none"
+            raise EvaluationError(message, "empty", field="image_path")
         for number, (path, view) in enumerate(zip(study.images, study.views, strict=True)):
-            if not (root / path).is_file():
+            if ".." in Path(path).parts or not (root / path).is_file():
                 message = f"image {path} of study {study.study} is not in {root}"
                 raise EvaluationError(message, "not_found", field="images")
             sample = Sample(

@@ -1,5 +1,6 @@
 """Lists and predictions of ReXrank: reading, writing, and scores by study."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -147,7 +148,8 @@ def test_a_checkpoint_answers_a_list(name: str, list_path: Path, tmp_path: Path)
     command = ["eval", "report-generation", "--checkpoint", str(checkpoint), "--rexrank",
                str(list_path), "--sections", "findings", "--resamples", "5"]  # fmt: skip
     out = tmp_path / "out"
-    cli.main([*command, "--images", str(images), "--workers", "0", "--out", str(out)])
+    for _ in range(2):  # again over its own results
+        cli.main([*command, "--images", str(images), "--workers", "0", "--out", str(out)])
     answered = read_rexrank(out / "prediction.json")
     assert [*answered] == [*LIST]
     assert all(study.prediction is not None for study in answered.values())
@@ -158,9 +160,16 @@ def test_a_checkpoint_answers_a_list(name: str, list_path: Path, tmp_path: Path)
     assert source.sample(0).view == "Frontal"
     with pytest.raises(SystemExit):  # a checkpoint needs the images
         cli.main([*command, "--out", str(tmp_path / "none")])
+    studies = read_rexrank(list_path)
+    for paths, code in ((("../list.json",), "not_found"), ((), "empty")):
+        odd = dataclasses.replace(studies["p10/s1"], images=paths, views=(None,) * len(paths))
+        with raises(EvaluationError, code, names="p10/s1"):
+            list_source({"p10/s1": odd}, images)
+    with raises(EvaluationError, "empty", "rexrank"):
+        list_source({}, images)
     (images / "p11/s1/a.jpg").unlink()
     with raises(EvaluationError, "not_found", "images"):
-        list_source(read_rexrank(list_path), images)
+        list_source(studies, images)
 
 
 def test_damaged_files_are_refused(list_path: Path, tmp_path: Path) -> None:
