@@ -245,13 +245,15 @@ def _notes(
         yield f"\n{unread.total()} images of studies not read: {_counts(unread)}"
     if skipped:
         yield f"\n{sum(skipped.values())} of {len(results)} images skipped: {_counts(skipped)}"
+    expected = Expected.by(model)
     warning = describe_doubts(
-        [result.warning for result in results if result.skipped is None], Expected.by(model)
+        [result.warning for result in results if result.skipped is None], expected
     )
     if warning:
+        kind = expected.kinds[0]
         yield (
-            f"\nwarning: {warning}; --modality leaves other modalities out (--modality CR DX "
-            f"RG: radiographs only)"
+            f"\nwarning: {warning}; --modality leaves other modalities out (--modality "
+            f"{' '.join(kind.modalities)}: {kind.name} only)"
         )
 
 

@@ -1,6 +1,7 @@
 """Models for inference: loading, checks, batches of images."""
 
 import dataclasses
+import itertools
 import os
 import warnings
 from collections import Counter
@@ -18,9 +19,10 @@ from medvl.data.images.read import ImageInput, starts_like_dicom
 from medvl.data.transforms.image import as_list
 from medvl.errors import ConfigError, DicomError
 from medvl.models.base import System
-from medvl.models.card import CHEST_RADIOGRAPHS, ImageKind, image_kinds
+from medvl.models.card import CHEST_RADIOGRAPHS, CT_SCANS, ImageKind, image_kinds
 from medvl.models.checkpoint import load
 from medvl.models.checkpoint_folder import manifests_of
+from medvl.models.volumes.base import VolumeDualEncoder
 from medvl.schema import Batch
 
 # Whether an image is of the kind that a model was trained on: modality and body part of its DICOM
@@ -37,15 +39,15 @@ class Expected:
 
     @classmethod
     def by(cls, model: nn.Module) -> "Expected":
-        """Return the images that a model expects: chest radiographs where its checkpoint does
-        not record the kind.
+        """Return the images that a model expects: chest radiographs, or CT scans of a model of
+        volumes, where its checkpoint does not record the kind.
         """
         kinds = image_kinds(manifests_of(model))
         present_kinds = tuple(kind for kind in kinds if kind is not None)
         return (
             cls(present_kinds, recorded=len(present_kinds) == len(kinds))
             if present_kinds
-            else cls()
+            else cls((CT_SCANS if isinstance(model, VolumeDualEncoder) else CHEST_RADIOGRAPHS,))
         )
 
     @property
@@ -77,11 +79,18 @@ def _is_of(header: DicomHeader, body_parts: Sequence[str]) -> bool:
     return header.body_part is None or not body_parts or header.body_part in body_parts
 
 
+_FIRST_FILES = 20
+"""Entries of a folder among which the first DICOM file is looked for."""
+
+
 def header_of(image: Any) -> DicomHeader | None:
-    """Return the allow-listed header of a DICOM file, given by its path or bytes; None for other
-    images.
+    """Return the allow-listed header of a DICOM file, given by its path or bytes, or of the first
+    of a folder; None for other images.
     """
     try:
+        if isinstance(image, str | os.PathLike) and Path(image).is_dir():
+            files = itertools.islice(sorted(Path(image).rglob("*")), _FIRST_FILES)
+            return next(filter(None, map(header_of, filter(Path.is_file, files))), None)
         if isinstance(image, DicomImage):
             return image.header
         if isinstance(image, bytes | bytearray):

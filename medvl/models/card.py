@@ -26,6 +26,7 @@ class ImageKind:
 
 _CHEST = ("CHEST", "PORT CHEST", "THORAX", "LUNG", "HEART")
 CHEST_RADIOGRAPHS = ImageKind("chest radiographs", ("CR", "DX", "RG"), _CHEST)
+CT_SCANS = ImageKind("CT scans", ("CT",))
 _CHEST_CT = ImageKind("chest CT", ("CT",), _CHEST)
 _ABDOMINAL_CT = ImageKind("abdominal CT", ("CT",), ("ABDOMEN",))
 _MAMMOGRAMS = ImageKind("mammograms", ("MG",), ("BREAST",))

@@ -166,7 +166,9 @@ class _Served:
         if self._of_volumes:
             encoder: Any = self._models[0].model
             window = encoder.image_encoder.window
-            return await self._engine.decode(lambda: view_volume(request, self._config, window))
+            return await self._engine.decode(
+                lambda: view_volume(request, self._config, window, self._expected)
+            )
         return await self._engine.decode(lambda: requests.view(request, self._expected))
 
     async def scores(self, request: ImageRequest) -> Any:

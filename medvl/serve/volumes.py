@@ -7,7 +7,7 @@ Files are read from memory, under the limits of the server. Their names are not 
 import base64
 import io
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cv2
@@ -19,6 +19,7 @@ from medvl.data.volumes.dicom_series import decode_dicom_series
 from medvl.data.volumes.nifti import decode_nifti
 from medvl.data.volumes.volume import Volume, VolumeLimits, check_hounsfield
 from medvl.errors import VolumeError
+from medvl.inference.models import Expected, describe_doubt, header_of
 from medvl.inference.volumes import peak_of, volume_heatmap
 from medvl.models.base import System
 from medvl.serve.config import ServeConfig
@@ -47,12 +48,25 @@ def decode_volume(request: ImageRequest, config: ServeConfig) -> Volume:
     Raises VolumeError or DicomError as the readers; "too_large" beyond the limits of the server,
     "not_hu" for a CT whose values are no Hounsfield units.
     """
-    limits = VolumeLimits(
+    limits = _limits(config)
+    return _volume_of(_contents(request, limits), limits)
+
+
+def _limits(config: ServeConfig) -> VolumeLimits:
+    return VolumeLimits(
         file_bytes=_UNPACKED * config.max_bytes, files=MOST_FILES, voxels=config.max_voxels
     )
+
+
+def _contents(request: ImageRequest, limits: VolumeLimits) -> Sequence[bytes]:
+    """Return the content of the files of a request, unpacked."""
     files: Sequence[bytes] = request.files
     if len(files) == 1 and files[0][:4] == b"PK\x03\x04":
-        files = _unpack(files[0], limits)
+        return _unpack(files[0], limits)
+    return files
+
+
+def _volume_of(files: Sequence[bytes], limits: VolumeLimits) -> Volume:
     if len(files) > 1 or starts_like_dicom(files[0][:132]):
         volume = decode_dicom_series(files, limits=limits)
     else:
@@ -96,14 +110,20 @@ def _unpack(data: bytes, limits: VolumeLimits) -> list[bytes]:
 
 
 def view_volume(
-    request: ImageRequest, config: ServeConfig, window: tuple[float, float]
+    request: ImageRequest,
+    config: ServeConfig,
+    window: tuple[float, float],
+    models: Mapping[str, Expected],
 ) -> dict[str, Any]:
     """Return the slices that the page shows, as JSON values.
 
     `values` are int16 in little endian and base64, in the order z, y, x, with square pixels;
     `window` is where the page begins, from the low and high end of the model's.
     """
-    volume = decode_volume(request, config)
+    limits = _limits(config)
+    files = _contents(request, limits)
+    volume = _volume_of(files, limits)
+    header = next(filter(None, map(header_of, files)), None)
     shown_DHW = _shown(volume)
     depth, height, width = shown_DHW.shape
     slices, rows, columns = volume.hu_DHW.shape
@@ -118,7 +138,7 @@ def view_volume(
         "format": "NIfTI" if volume.modality is None else "DICOM",
         "header": {"modality": volume.modality},
         "dropped": dict(volume.dropped),
-        "warning": None,
+        "warning": describe_doubt(header, models),
         "values": base64.b64encode(shown_DHW.astype("<i2").tobytes()).decode(),
         "window": {
             "low": float(shown_DHW.min()),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.errors import raises
+from helpers.volume_files import write_series
 from helpers.volume_shards import SHAPE, volume_shards
 
 import medvl
@@ -88,13 +89,18 @@ def test_the_command_scores_series_and_files_alike(
 ) -> None:
     bad = tmp_path / "bad.nii.gz"
     bad.write_bytes(b"\x1f\x8b not a volume")
-    command = ["infer", home / "scans", bad, "--checkpoint", home / "run", "--device", "cpu"]
-    cli.main([str(word) for word in [*command, "--out", tmp_path / "out", "--batch", 3]])
+    head = {"step": 20, "PixelSpacing": [12, 12], "Modality": "MR"}
+    write_series(tmp_path / "mr", np.full((16, 32, 32), 40), **head)
+    command = ["infer", home / "scans", bad, tmp_path / "mr", "--checkpoint", home / "run"]
+    command += ["--device", "cpu", "--out", tmp_path / "out", "--batch", 3]
+    cli.main([str(word) for word in command])
     printed = capsys.readouterr().out
-    assert "1 of 5 images skipped: 1 malformed" in printed
+    assert "1 of 6 images skipped: 1 malformed" in printed
+    assert "1 of 5 images are no CT scans by their header (1 MR)" in printed
     with (tmp_path / "out" / "results.csv").open() as file:
         rows = {Path(row["image"]).name: row for row in csv.DictReader(file)}
-    assert len(rows) == 5
+    assert len(rows) == 6
+    assert (rows["s00001_1"]["modality"], rows["mr"]["warning"]) == ("CT", "MR")
     names = json.loads((tmp_path / "out" / "settings.json").read_text())
     assert names["prompts"] == "ct_clip"
     of_series, of_file = rows["s00001_1"], rows["s00001_1.nii.gz"]

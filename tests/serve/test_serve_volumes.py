@@ -65,6 +65,7 @@ def test_a_series_and_its_archive_have_the_models_scores_and_map(
     peak = peak_of(medvl.heatmap(MODEL, tmp_path, TEXT))
     for files in (series, series[::-1], [zipped(series)]):
         view = send(app, "view", files).json()
+        assert view["warning"] is None
         assert (view["slices"], view["rows"], view["columns"]) == (6, 14, 13)
         values = np.frombuffer(base64.b64decode(view["values"]), "<i2")
         assert values.reshape(view["depth"], view["height"], view["width"])[5, 0, -1] == 300
@@ -77,6 +78,13 @@ def test_a_series_and_its_archive_have_the_models_scores_and_map(
         assert (codes == 0).sum() == 6 * 14 * 13 - 4 * 12 * 12  # outside of the model's cut
         assert found["peak"] == pytest.approx([(at + 0.5) / side for at, side in
                                                zip(peak[::-1], (13, 14, 6), strict=True)])  # fmt: skip
+
+
+def test_a_series_of_another_modality_has_a_warning(app: TestClient, tmp_path: Path) -> None:
+    paths = write_series(tmp_path / "a", np.full((4, 12, 12), 40), Modality="MR")
+    view = send(app, "view", [path.read_bytes() for path in paths]).json()
+    assert view["header"] == {"modality": "MR"}
+    assert "MR; models for CT scans give meaningless results" in view["warning"]
 
 
 def test_uploads_beyond_the_limits_are_refused(app: TestClient, series: list[bytes]) -> None:

@@ -194,7 +194,7 @@ def _convert(
             raise content
         if record.volume is not None:
             given = options if isinstance(options, VolumeShardOptions) else VolumeShardOptions()
-            encoded = _encode_volume(sample, record, given, folders)
+            encoded = _encode_volume(sample, record, given, folders, note.warnings)
             note.patients.append(sample.patient)
             return encoded
         pixels, header = read_pixels(
@@ -236,7 +236,11 @@ def _convert(
 
 
 def _encode_volume(
-    sample: Sample, record: Record, options: VolumeShardOptions, folders: InputFolders
+    sample: Sample,
+    record: Record,
+    options: VolumeShardOptions,
+    folders: InputFolders,
+    warnings: Counter[str],
 ) -> EncodedSample:
     if not isinstance(sample.image, Path) or record.volume is None:
         raise ImageError("expected a file or a folder of a volume, got a part", "unsupported")
@@ -244,6 +248,8 @@ def _encode_volume(
     stored = encode_stored_volume(
         sample.image, record.volume, options.volume, folders, record.masks, labels
     )
+    for kind, count in stored.dropped.items():
+        warnings[f"files_{kind}"] += count
     extra = {**sample.extra, **stored.fields}
     if stored.box is not None:
         organs = extra.get("organs")

@@ -110,6 +110,8 @@ class StoredVolume(NamedTuple):
     """Fields of `Sample.extra`."""
     box: list[list[int]] | None
     """Voxels of all organs, as `organ_box`."""
+    dropped: Mapping[str, int]
+    """`Volume.dropped`."""
 
 
 def encode_stored_volume(
@@ -120,12 +122,23 @@ def encode_stored_volume(
     masks: Mapping[str, Path],
     labels: OrganLabels,
 ) -> StoredVolume:
-    """Read a volume as `read_volume`, and its masks as `read_organs`."""
+    """Read a volume as `read_volume`, and its masks as `read_organs`.
+
+    Raises VolumeError "mismatch" for a series of another modality than that of `file`, and as both.
+    """
     original = read_original(path, file, options, folders)
+    if original.modality != file.modality:
+        raise VolumeError(
+            f"{path}: expected {file.modality}, got {original.modality}; leave the series out, or "
+            "convert it with its own --modality",
+            "mismatch",
+            field="modality",
+        )
     organs, box = b"", None
     if masks:
         organs_DHW = read_organs(masks, original, file, labels, folders)
         organs_DHW = prepared_organs(organs_DHW, original, options)
         organs, box = encode_volume(organs_DHW), organ_box(organs_DHW)
     volume = prepared(original, options)
-    return StoredVolume(encode_volume(volume.hu_DHW), organs, volume_fields(volume), box)
+    data = encode_volume(volume.hu_DHW)
+    return StoredVolume(data, organs, volume_fields(volume), box, original.dropped)

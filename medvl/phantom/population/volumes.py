@@ -53,7 +53,16 @@ class CTFinding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Vessel:
-    """A tube along z with the radii of nodules: in one slice, the two look alike."""
+    """A tube along z with the radii of nodules: in one slice, the two look alike.
+
+    Nodules are 12 to 28 mm wide. At 16 x 32 x 32 voxels, half of them fill at most two voxels to
+    half, and a fifth fill none; at 32 x 64 x 64, the median is 14 voxels. The largest brightness in
+    the upper lungs above that of the same place 37.5 mm (28 mm) higher and lower finds the scans
+    with a nodule with an AUROC of 0.963 (0.990), the largest brightness alone with 0.507 (0.510). A
+    model has to learn this comparison: logistic regression on the 256 voxels of a patch of 4 x 8 x
+    8 has 0.592 with 900 scans and 0.751 with 4,400, but 0.878 and 0.896 on the rectified difference
+    between the inner and the outer slices of the patch.
+    """
 
     y: float
     x: float

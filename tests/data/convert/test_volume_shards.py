@@ -10,6 +10,7 @@ import pytest
 from helpers.errors import raises
 from helpers.shard_plans import OPTIONS, make_plan, reseal
 
+from medvl.common.untrusted import ANYWHERE
 from medvl.data.convert.options import ShardRun, VolumeShardOptions
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.common.record_file import Records
@@ -22,8 +23,9 @@ from medvl.data.shards.verify import verify_folder
 from medvl.data.volumes.codec import decode_volume
 from medvl.data.volumes.nifti import read_nifti
 from medvl.data.volumes.options import VolumeFile, VolumeOptions
+from medvl.data.volumes.reading import encode_stored_volume
 from medvl.data.volumes.resampling import crop_or_pad, resample_volume
-from medvl.errors import ImageError, ShardError
+from medvl.errors import ImageError, ShardError, VolumeError
 from medvl.phantom import draw_volume, sample_chest_ct, write_volumes
 from medvl.schema import Sample
 
@@ -76,6 +78,7 @@ def test_stored_volumes_are_those_of_the_phantom(scans, tmp_path):
     source = convert(scans, tmp_path / "out")
     assert len(source) == 3
     assert dict(source.manifest.skipped) == {"not_hu": 1, "truncated": 1}
+    assert dict(source.manifest.warnings) == {"files_localizer": 1}
     for position in range(3):
         drawn = draw_volume(sample_chest_ct((0, position)), SHAPE)
         volume = source.volume(position)
@@ -90,6 +93,13 @@ def test_stored_volumes_are_those_of_the_phantom(scans, tmp_path):
         with raises(ImageError, "unsupported", names=source.key(position)):
             source.pixels(position)
     assert verify_folder(tmp_path / "out" / "train", decode=True).problems == ()
+
+
+def test_series_of_another_modality_are_refused(scans):
+    options = (VolumeFile(modality="MR"), VolumeOptions(), ANYWHERE, {}, "organs")
+    with raises(VolumeError, "mismatch", "modality", names="expected MR, got CT"):
+        encode_stored_volume(scans[2], *options)
+    assert encode_stored_volume(scans[0], *options).fields["modality"] == "MR"  # states none
 
 
 def test_spacing_and_size_are_those_of_the_options(scans, tmp_path):

@@ -29,7 +29,8 @@ class VolumeTable(Table):
     name: str = "volumes"
     """name of the corpus."""
     modality: str = "CT"
-    """modality of NIfTI files, CT or MR; values of CT must be Hounsfield units."""
+    """modality, CT or MR; series of another one are skipped, values of CT must be Hounsfield units.
+    """
     orientation: str | None = None
     """directions of the axes of NIfTI files that state none, such as RAS; default: they are
     skipped.
