@@ -82,7 +82,7 @@ class VolumeShardOptions(ShardOptions):
     def stored(self) -> dict[str, Any]:
         """Return the options as the manifest stores them, without those of images."""
         values = {
-            "volume": dataclasses.asdict(self.volume),
+            "volume": self.volume.stored(),
             "keep_textless": self.keep_textless,
             "samples_per_shard": self.samples_per_shard,
         }

@@ -197,7 +197,7 @@ def _chosen(
     if stack is None and len(stacks) > 1:
         raise VolumeError(
             f"expected one stack of slices, got {len(stacks)} (of {sizes} slices); choose one with "
-            "the option stack",
+            "the option stack, or convert with --stacks largest",
             "conflict",
             field="stack",
         )
@@ -205,6 +205,8 @@ def _chosen(
         raise VolumeError(
             f"expected stack from 0 to {len(stacks) - 1}, got {stack}", "not_found", field="stack"
         )
+    if len(stacks) > 1:
+        dropped["other_stack"] += sum(map(len, stacks)) - len(stacks[stack or 0])
     return stacks[stack or 0]
 
 

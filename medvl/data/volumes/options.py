@@ -10,6 +10,7 @@ from medvl.errors import ConfigError
 
 Gaps = Literal["refuse", "resample", "longest"]
 Tilt = Literal["refuse", "correct"]
+Stacks = Literal["refuse", "largest"]
 OrganLabels = Literal["totalsegmentator2", "totalsegmentator1", "organs"]
 
 
@@ -51,6 +52,24 @@ class VolumeOptions:
     """
     tilt: Tilt = "refuse"
     """DICOM series of a tilted gantry: refuse (they are skipped as `tilt`) or correct."""
+    stacks: Stacks = "refuse"
+    """Folders with several stacks of slices, such as two series or phases: refuse (they are skipped
+    as `conflict`) or largest (the stack with most slices).
+    """
+    max_oblique: float = 20.0
+    """Largest angle in degrees between an axis of a volume and the nearest one of the patient;
+    others are skipped as `oblique`.
+    """
+
+    def stored(self) -> dict[str, Any]:
+        """Return the options as a manifest stores them, newer ones only where they are not the
+        defaults.
+        """
+        values = dataclasses.asdict(self)
+        for field in dataclasses.fields(self):
+            if field.name in ("stacks", "max_oblique") and values[field.name] == field.default:
+                del values[field.name]
+        return values
 
     def __post_init__(self) -> None:
         for name in ("spacing", "size"):
@@ -63,6 +82,18 @@ class VolumeOptions:
                     "out_of_range",
                     field=name,
                 )
+        if self.stacks not in get_args(Stacks):
+            raise ConfigError(
+                f"expected stacks as one of {', '.join(get_args(Stacks))}, got {self.stacks!r}",
+                "unknown_name",
+                field="stacks",
+            )
+        if not 0 <= self.max_oblique <= 90:
+            raise ConfigError(
+                f"expected max_oblique from 0 to 90 degrees, got {self.max_oblique}",
+                "out_of_range",
+                field="max_oblique",
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

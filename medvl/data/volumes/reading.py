@@ -43,7 +43,14 @@ def read_original(
 ) -> Volume:
     """Read a volume as `read_volume`, with the spacing and size of its file."""
     if path.is_dir():
-        volume = read_dicom_series(path, gaps=options.gaps, tilt=options.tilt, folders=folders)
+        volume = read_dicom_series(
+            path,
+            stack=0 if options.stacks == "largest" else None,
+            gaps=options.gaps,
+            tilt=options.tilt,
+            max_oblique=options.max_oblique,
+            folders=folders,
+        )
     elif path.suffix == ".npz":
         volume = read_npz(
             path,
@@ -59,6 +66,7 @@ def read_original(
             orientation=file.orientation,
             spacing=file.spacing,
             rescale=file.rescale,
+            max_oblique=options.max_oblique,
             folders=folders,
         )
         volume = dataclasses.replace(volume, modality=file.modality)

@@ -69,7 +69,8 @@ class Volume:
     """
     dropped: Mapping[str, int] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
     """Number of files of the folder that are no slice of the volume, by kind: localizer, derived,
-    duplicate, no_position, not_dicom, no_pixels, color, multi_frame, beyond_gap.
+    duplicate, no_position, not_dicom, no_pixels, color, multi_frame, other_stack,
+    beyond_gap.
     """
 
 
@@ -159,7 +160,7 @@ def to_canonical(
     if angle > max_oblique:
         message = (
             f"an axis of the volume is {angle:.1f} degrees from the nearest axis of the patient, "
-            f"over {max_oblique:g}; raise max_oblique, or leave the volume out"
+            f"over {max_oblique:g}; raise it (the option max_oblique), or leave the volume out"
         )
         raise VolumeError(message, "oblique", field="max_oblique")
     x, y, z = order

@@ -8,7 +8,10 @@ from helpers.errors import raises
 from helpers.volume_files import canonical, write_series, write_slice
 from pydicom.dataset import Dataset
 
+from medvl.common.untrusted import ANYWHERE
 from medvl.data.volumes.dicom_series import read_dicom_series
+from medvl.data.volumes.options import VolumeFile, VolumeOptions
+from medvl.data.volumes.reading import read_original
 from medvl.data.volumes.volume import VolumeLimits
 from medvl.errors import ConfigError, DicomError, VolumeError
 
@@ -159,11 +162,16 @@ def test_phases_of_one_series_are_stacks(tmp_path, field):
 
 
 def test_series_in_one_folder_are_stacks(tmp_path):
-    write_series(tmp_path / "a", HU)
-    write_series(tmp_path / "a" / "b", HU[:4] + 5, SeriesInstanceUID="1.2.826.2")
+    write_series(tmp_path / "a", HU, Modality="MR")  # no Hounsfield units
+    write_series(tmp_path / "a" / "b", HU[:4] + 5, SeriesInstanceUID="1.2.826.2", Modality="MR")
     with raises(VolumeError, "conflict", "stack"):
         read_dicom_series(tmp_path / "a")
     np.testing.assert_array_equal(read_dicom_series(tmp_path / "a", stack=1).hu_DHW, HU[:4] + 5)
+    file, options = VolumeFile(modality="MR"), VolumeOptions(stacks="largest")
+    volume = read_original(tmp_path / "a", file, options, ANYWHERE)
+    np.testing.assert_array_equal(volume.hu_DHW, HU)
+    assert dict(volume.dropped) == {"other_stack": 4}
+    assert options.stored() == {**VolumeOptions().stored(), "stacks": "largest"}
 
 
 def test_derived_slices_are_read_where_asked(tmp_path):
