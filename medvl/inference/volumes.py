@@ -168,7 +168,7 @@ def write_map(
         map_DHW: `volume_heatmap` over the voxels of `volume`.
         volume: the original volume.
         source: its NIfTI file, whose voxels and affine the map then has; None (a DICOM series):
-            axes along the patient's, the centre of the volume at 0, as volumes have no origin.
+            axes along the patient's, from the volume's origin; without one, its centre is at 0.
 
     Raises VolumeError ("malformed") where the header of `source` cannot be read again.
     """
@@ -184,7 +184,11 @@ def write_map(
     if source is None:
         x, y, z = volume.spacing[::-1]
         affine = np.diag([-x, -y, z, 1.0])
-        affine[:3, 3] = -(affine[:3, :3] @ (np.array(map_XYZ.shape) - 1) / 2)
+        if volume.origin is None:
+            affine[:3, 3] = -(affine[:3, :3] @ (np.array(map_XYZ.shape) - 1) / 2)
+        else:  # DICOM's x and y are those of NIfTI in the opposite direction
+            z, y, x = volume.origin
+            affine[:3, 3] = -x, -y, z
     else:
         try:
             loaded: Any = nibabel.load(source)

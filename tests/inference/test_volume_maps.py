@@ -156,6 +156,7 @@ def test_the_command_writes_pictures_and_maps(tmp_path: Path) -> None:
     assert [Path(name).suffix for name in written] == [".gz", ".png"] * 2
     maps = [nibabel.load(tmp_path / "out" / "overlays" / name) for name in written[::2]]
     assert {each.shape for each in maps} == {(13, 14, 6)}
+    assert maps[1].affine[:, 3].tolist() == [10, 20, 100, 1], "the place of the first slice"
     cli.main([str(word) for word in [*command, "--texts", TEXT, "--out", tmp_path / "out"]])
     with pytest.raises(SystemExit):  # other settings
         cli.main([str(word) for word in [*command[:-1], "--texts", TEXT,

@@ -68,6 +68,7 @@ task `total`, or 1 to 4 for `ORGANS`. Other structures of the task are left out.
 _SUFFIXES = (".nii.gz", ".nii")
 _SAME_SPACING = 0.01  # share
 _SAME_PLACE = 0.5  # voxels
+_ANY_ANGLE = 90.0
 MAP = "map"
 """Name of a map of labels among the files of `find_organ_masks`."""
 
@@ -168,7 +169,7 @@ def _complete_set(organ: str, files: Mapping[str, Path]) -> Sequence[str]:
 
 
 def _read_mask(path: Path, volume: Volume, file: VolumeFile, folders: InputFolders) -> np.ndarray:
-    mask = read_nifti(path, folders=folders)
+    mask = read_nifti(path, max_oblique=_ANY_ANGLE, folders=folders)  # that of its volume
     if file.rescale is not None:  # a volume whose header states no grid either
         if not np.allclose(mask.spacing, 1.0):
             raise _other_grid(path, "a header with a grid", "one without, as that of the volume")

@@ -104,6 +104,16 @@ def test_a_map_and_files_of_structures_are_the_same_organs(tmp_path: Path) -> No
         read_organs(masks, volume, FILE, "totalsegmentator2", ANYWHERE)
 
 
+def test_masks_are_as_oblique_as_their_volume(tmp_path: Path) -> None:
+    turn = np.eye(4)
+    turn[:2, :2] = [[np.cos(0.4), -np.sin(0.4)], [np.sin(0.4), np.cos(0.4)]]
+    path = tmp_path / "mask.nii"
+    nibabel.save(nibabel.Nifti1Image(numbers().transpose(2, 1, 0), turn), path)
+    volume = read_nifti(path, max_oblique=30)
+    organs = read_organs({MAP: path}, volume, FILE, "totalsegmentator2", ANYWHERE)
+    assert np.array_equal(organs, organs_of(volume.hu_DHW))
+
+
 def test_organs_are_resampled_and_cut_as_their_volume() -> None:
     """Of a volume that is its own mask, on the same voxels."""
     organs = organs_of(numbers())
