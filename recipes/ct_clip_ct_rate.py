@@ -11,8 +11,8 @@
 Preset `paper`: 240 x 480 x 480 voxels of 1.5 x 0.75 x 0.75 mm, patches of 10 x 20 x 20, findings,
 and batches of eight. Differences: patches are not replaced by codes, whose autoencoder is trained
 before (`medvl import ct_clip` reads the released model with them, and `--init-from` continues from
-it); all reconstructions of all patients are read, where the released loop keeps the first 80 % of
-a directory listing. A run of ours needs the volumes.
+it); all reconstructions of all patients are read, and those of a scan are positives, where the
+released loop keeps the first 80 % of a directory listing. A run of ours needs the volumes.
 
 Preset `tiny`: 16 x 32 x 32 voxels, some sentences of a report in random order, and both encoders
 from scratch. Deviations: convolutions in place of the linear map of patches, whose norm removes the

@@ -355,6 +355,7 @@ def volume_recipe(run_dir: str, model: _Model) -> "Recipe[_Model, VolumeDataConf
             tokenizer=Path("ct-rate-vocab"),
             text=ShuffledSentences(sections=("findings",)),
             volume=VolumeTransform(size=VOLUMES["volume_size"]),
+            reconstructions="one",
             workers=1,
         ),
         optim=dataclasses.replace(OPTIM, lr=2e-3, schedule=Cosine(warmup_steps=50)),

@@ -223,13 +223,14 @@ def cxrclip(**settings: Any) -> DualEncoder:
 
 def hlip(**settings: Any) -> DualEncoder:
     torch.manual_seed(0)
-    return medvl.create_model("hlip", **{**VOLUME, **settings})
+    return medvl.create_model("hlip", **{**VOLUME, "positives": "own", **settings})
 
 
 def ct_clip(**settings: Any) -> DualEncoder:
     torch.manual_seed(0)
     image = {"patch_size": (2, 6, 6), "embed_dim": 24, "depth": 1, "num_heads": 2, "head_dim": 8}
-    return medvl.create_model("ct_clip", **{**VOLUME, "image_arguments": image, **settings})
+    own = {"image_arguments": image, "positives": "own"}
+    return medvl.create_model("ct_clip", **{**VOLUME, **own, **settings})
 
 
 def fvlm(**settings: Any) -> DualEncoder:
@@ -247,7 +248,7 @@ def fvlm(**settings: Any) -> DualEncoder:
 def colipri(**settings: Any) -> DualEncoder:
     torch.manual_seed(0)
     image = {"patch_size": (2, 6, 6), "embed_dim": 24, "depth": 2, "num_heads": 2}
-    sizes = {"image_arguments": image, "projection_dim": 192, "pool_heads": 2}
+    sizes = {"image_arguments": image, "projection_dim": 192, "pool_heads": 2, "positives": "own"}
     return medvl.create_model("colipri", **{**VOLUME, **sizes, **settings})
 
 

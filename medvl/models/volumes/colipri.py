@@ -44,7 +44,8 @@ class COLIPRIConfig(VolumeDualConfig, TemperatureConfig):
     """Dimension of the shared space: the width of the text encoder, which has no projection."""
     pool_heads: int = 12
     """Heads of both attention pools."""
-    positives: Positives = "own"
+    positives: Positives = "study"
+    """Reconstructions of a scan share its report and are positives. Published: own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

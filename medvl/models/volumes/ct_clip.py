@@ -41,7 +41,8 @@ class CTCLIPConfig(VolumeDualConfig, TemperatureConfig):
     max_tokens: int = 512
     temperature: float = math.exp(-1)
     max_scale: float | None = None
-    positives: Positives = "own"
+    positives: Positives = "study"
+    """Reconstructions of a scan share its report and are positives. Published: own."""
 
 
 @register_system("ct_clip")

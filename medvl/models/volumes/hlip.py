@@ -44,7 +44,8 @@ class HLIPConfig(VolumeDualConfig, TemperatureConfig):
     scratch need it, because the tokens of any two volumes start with a cosine near 1. Published:
     False.
     """
-    positives: Positives = "own"
+    positives: Positives = "study"
+    """Reconstructions of a scan share its report and are positives. Published: own."""
 
 
 class NormalizedHead(nn.Module):

@@ -33,6 +33,7 @@ def test_the_first_loss_is_that_of_chance() -> None:
 
 def test_settings_are_the_published_ones() -> None:
     config = COLIPRIConfig()
+    assert config.positives == "study", "reconstructions of a scan are never negatives"
     assert config.volume_size == (192, 192, 192)
     assert (config.projection_dim, config.pool_heads, config.max_tokens) == (768, 12, 512)
     with torch.device("meta"):

@@ -33,6 +33,7 @@ def test_the_first_loss_is_that_of_chance_and_the_scale_that_of_the_release() ->
 
 def test_settings_are_the_published_ones() -> None:
     config = CTCLIPConfig()
+    assert config.positives == "study", "reconstructions of a scan are never negatives"
     assert config.volume_size == (240, 480, 480)
     assert config.image_arguments["patch_size"] == (10, 20, 20)
     assert config.max_scale is None

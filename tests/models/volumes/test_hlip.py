@@ -95,6 +95,7 @@ def test_a_locked_text_encoder_has_no_gradient_and_its_head_has_one() -> None:
 
 def test_settings_are_the_published_ones() -> None:
     config = HLIPConfig()
+    assert config.positives == "study", "reconstructions of a scan are never negatives"
     assert config.volume_size == (112, 336, 336)
     assert config.image_arguments == {
         "patch_size": (8, 24, 24),
