@@ -347,17 +347,25 @@ def complete_rows(batch: Batch) -> Tensor:
     return complete_B.nonzero().squeeze(1)
 
 
-def stored_features(batch: Batch, patch_dim: int) -> ImageFeatures:
+def vector_rows(feature_dim: int, patch_dim: int) -> int:
+    """Return the number of rows of the width of a patch that hold an image's vector."""
+    return -(-feature_dim // patch_dim)
+
+
+def stored_features(batch: Batch, encoder: ImageEncoder) -> ImageFeatures:
     """Return the output of a frozen image encoder that a batch has in place of pixels: the pooled
     vector and the patches, one after another in `Batch.regions_BPD` (`medvl regions --all-tokens`).
 
-    A batch without any image gets zeros.
+    A vector wider than a patch has several rows (`vector_rows`). A batch without any image gets
+    zeros.
     """
     assert batch.regions_BPD is not None, "the batch has stored features"
     tokens_BKD = batch.regions_BPD.float()
+    rows = vector_rows(encoder.feature_dim, encoder.patch_dim)
     if not tokens_BKD.shape[1]:
-        tokens_BKD = tokens_BKD.new_zeros(len(tokens_BKD), 2, patch_dim)
-    return ImageFeatures(pooled_BD=tokens_BKD[:, 0], patches_BPD=tokens_BKD[:, 1:], grid=None)
+        tokens_BKD = tokens_BKD.new_zeros(len(tokens_BKD), rows + 1, encoder.patch_dim)
+    vector_BD = tokens_BKD[:, :rows].flatten(1)[:, : encoder.feature_dim]
+    return ImageFeatures(pooled_BD=vector_BD, patches_BPD=tokens_BKD[:, rows:], grid=None)
 
 
 # Initialisation of layers as in BERT (Devlin et al., arXiv 1810.04805).

@@ -18,7 +18,7 @@ from medvl.encoders import ImageEncoder, create_image_encoder, read_tensors
 from medvl.encoders.pretrained import Pretrained, check_values, split_set, weights_sha256
 from medvl.encoders.regions import relative_boxes
 from medvl.errors import ConfigError, WeightsError
-from medvl.models.base import System
+from medvl.models.base import System, vector_rows
 from medvl.models.checkpoint import load
 from medvl.models.downstream.classifier import image_encoder_of
 from medvl.models.downstream.detector import (
@@ -330,9 +330,9 @@ class GridRegions:
         transform: preparation of the images.
         name: name for messages and the manifest.
         all_tokens: the encoder's vector (a class token) comes before the cells, and cells outside
-            of the image are kept: what a model computes from the image, in its order.
-
-    Raises ConfigError with `all_tokens` for an encoder whose vector is not as wide as its patches.
+            of the image are kept: what a model computes from the image, in its order. A vector
+            wider than the cells has several rows, of which zeros fill the last
+            (`medvl.models.base.stored_features`).
     """
 
     color: bool | None
@@ -346,14 +346,6 @@ class GridRegions:
         *,
         all_tokens: bool = False,
     ) -> None:
-        if all_tokens and encoder.feature_dim != encoder.patch_dim:
-            message = (
-                f"{encoder.name} has {encoder.patch_dim} dimensions per patch and "
-                f"{encoder.feature_dim} per image"
-            )
-            raise ConfigError(
-                f"{message}: leave all_tokens unset", "unsupported", field="all_tokens"
-            )
         self.name = name
         self.transform = transform
         self.all_tokens = all_tokens
@@ -384,8 +376,14 @@ class GridRegions:
         for image, vector_D, patches_PD in zip(images, vector_BD, patches_BPD, strict=True):
             boxes_P4 = in_original(self._cells_P4, self.transform, image.size)
             if self.all_tokens:
+                rows = vector_rows(len(vector_D), self.width)
+                vector_KD = np.pad(vector_D, (0, rows * self.width - len(vector_D)))
+                boxes_K4 = np.tile(_WHOLE_4, (rows, 1))
                 regions.append(
-                    Regions(np.vstack([vector_D, patches_PD]), np.vstack([_WHOLE_4, boxes_P4]))
+                    Regions(
+                        np.vstack([vector_KD.reshape(rows, -1), patches_PD]),
+                        np.vstack([boxes_K4, boxes_P4]),
+                    )
                 )
                 continue
             seen_P = (boxes_P4[:, 2:] > boxes_P4[:, :2]).all(axis=1)

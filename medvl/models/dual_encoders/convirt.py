@@ -73,6 +73,7 @@ class ConVIRT(DualEncoder):
     """
 
     Config = ConVIRTConfig
+    reads_features = True
 
     @classmethod
     def encoder_arguments(
@@ -98,19 +99,20 @@ class ConVIRT(DualEncoder):
 
         Raises ConfigError for an image encoder whose vector is not as wide as its cells.
         """
-        if not reads_labels(self.config):
-            return super().embed_pairs(batch)
         encoder = self.image_encoder
-        if encoder.patch_dim != encoder.feature_dim:
+        with_cells = reads_labels(self.config)
+        if with_cells and encoder.patch_dim != encoder.feature_dim:
             message = (
                 f"{encoder.name} has no cells that the head of images maps: take another image "
                 f"encoder, or label_map_weight 0"
             )
             raise ConfigError(message, "conflict", field="label_map_weight")
-        texts = self.embed_ids(*self.text_inputs(batch))
-        features = encoder(batch.image_BCHW, self._draw_patches(batch.image_BCHW))
-        vectors = self.image_head(features.pooled_BD), self.image_head(features.patches_BPD)
-        global_BE, cells_BPE = (F.normalize(each.float(), dim=-1) for each in vectors)
+        texts = self.embed_ids(*self.text_inputs(batch))  # first: packing waits for the device
+        features = self.image_features(batch)
+        global_BE = F.normalize(self.image_head(features.pooled_BD).float(), dim=-1)
+        cells_BPE = None
+        if with_cells:
+            cells_BPE = F.normalize(self.image_head(features.patches_BPD).float(), dim=-1)
         return Pairs(images=Embeddings(global_BE, cells_BPE), texts=texts)
 
     def text_scores(self, images: Embeddings, texts: Embeddings) -> Tensor:

@@ -22,7 +22,7 @@ from medvl.models.dual_encoders.bases.local import (
 )
 from medvl.models.dual_encoders.bases.pairs import BoxConfig, LabelMapConfig, Pairs, gather_side
 from medvl.models.registry import register_system
-from medvl.schema import Embeddings, Losses
+from medvl.schema import Batch, Embeddings, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,11 @@ class GLoRIA(LocalDualEncoder):
     """
 
     Config = GLoRIAConfig
+    reads_features = True
+
+    def embed_pairs(self, batch: Batch) -> Pairs:
+        texts = self.embed_ids(*self.text_inputs(batch))  # first: packing waits for the device
+        return Pairs(images=self.embed_features(self.image_features(batch)), texts=texts)
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
         """Compare a rank's own images with the texts of all ranks: regions are not gathered."""

@@ -329,7 +329,7 @@ class CausalLM(ReportGenerator):
             words = self.language.get_input_embeddings().weight
             return Tokens(words.new_zeros(len(batch.ids_BT), 0, self._width), None)
         if batch.regions_BPD is not None:
-            features = stored_features(batch, self.image_encoder.patch_dim)
+            features = stored_features(batch, self.image_encoder)
             image = Tokens(self.projector(features.patches_BPD), None)
         else:
             image = self._encode(batch.image_BCHW)

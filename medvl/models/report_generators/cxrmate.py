@@ -236,7 +236,7 @@ class CXRMate(ReportGenerator):
 
     def _patches(self, batch: Batch) -> Tokens:
         if batch.regions_BPD is not None:
-            features = stored_features(batch, self.image_encoder.patch_dim)
+            features = stored_features(batch, self.image_encoder)
             assert features.patches_BPD is not None, "stored features have patches"
             return Tokens(self.image_input(self.image_norm(features.patches_BPD)), None)
         return self._encode(batch.image_BCHW)

@@ -258,8 +258,8 @@ def check_can_read_features(data: "DataConfig", model: Any) -> None:
     of images.
 
     The system must train from its image encoder's output alone ("unsupported"), and the encoder
-    must be frozen. Regions of a detector, and another transform than the model's own, such as an
-    augmentation, exclude them ("conflict").
+    must be frozen. Dropped patches, regions of a detector, and another transform than the model's
+    own, such as an augmentation, exclude them ("conflict").
     """
     if not getattr(model, "reads_features", False):
         message = f"{model.name} does not train from stored features; leave {_FIELD} out"
@@ -267,9 +267,12 @@ def check_can_read_features(data: "DataConfig", model: Any) -> None:
     if any(parameter.requires_grad for parameter in model.image_encoder.parameters()):
         message = (
             "the image encoder is trained, so that its features change: freeze it "
-            "(model.frozen_image True)"
+            "(model.frozen_image True, or model.frozen_image_layers -1)"
         )
         raise ConfigError(f"{message}, or leave {_FIELD} out", "conflict", field=_FIELD)
+    if getattr(model, "patch_dropout", 0.0):
+        message = f"{_FIELD} has all patches: set model.patch_dropout to 0, or leave {_FIELD} out"
+        raise ConfigError(message, "conflict", field=_FIELD)
     if data.regions is not None:
         message = f"data.regions and {_FIELD} are both in place of images; leave one out"
         raise ConfigError(message, "conflict", field=_FIELD)

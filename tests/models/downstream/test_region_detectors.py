@@ -272,9 +272,6 @@ def test_settings_of_a_grid_are_refused_elsewhere(own: Detector, tmp_path: Path)
             create_region_detector(name, all_tokens=True, **settings)
         with raises(ConfigError, "conflict", "fit"):
             create_region_detector(name, fit="crop", **settings)
-    wide = create_image_encoder("resnet50", image_size=32, patch_level=-2)
-    with raises(ConfigError, "unsupported", "all_tokens"):
-        GridRegions(wide, EvalTransform(size=32), "wide", all_tokens=True)
 
 
 @pytest.mark.parametrize("fit", ["crop", "pad", "squash"])

@@ -41,7 +41,22 @@ TEXT = {
     "attention_dropout": 0.0,
 }
 UMRL = {"text_arguments": {"dimension": 24}, "projection_dim": 16, "hidden_dim": 24}
-SYSTEMS: dict[str, dict[str, Any]] = {"radzero": {**TEXT, "trained_layers": 1}, "umrl": UMRL}
+CONVIRT = {**TEXT, "frozen_text_layers": 0, "frozen_image_layers": -1, "label_map_weight": 1.0}
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "radzero": {**TEXT, "trained_layers": 1},
+    "umrl": UMRL,
+    "convirt": {**CONVIRT, "label_map_texts": ("Edema",)},
+    # of an encoder whose vector is wider than its cells
+    "gloria": {
+        **CONVIRT,
+        "label_map_texts": ("Edema",),
+        "text_layers": 1,
+        "projection_dim": 16,
+        "margin": 0,
+        "encoder_size": None,
+        "fit": "crop",
+    },
+}
 
 
 def make_model(system: str = "radzero", **changes: Any) -> Any:
@@ -68,7 +83,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train = ShardSource(home / "train")
     write_regions(train, detector(make_model()), "half")
     write_regions(train, detector(make_model()), "full", RegionOptions(full_precision=True))
-    write_regions(train, detector(make_model("umrl")), "umrl", RegionOptions(full_precision=True))
+    for system in ("umrl", "convirt", "gloria"):
+        full = RegionOptions(full_precision=True)
+        write_regions(train, detector(make_model(system)), system, full)
     return home
 
 
@@ -97,6 +114,8 @@ def step(model: Any, batch: Batch) -> dict[str, Tensor]:
         ("radzero", "full", {"rtol": 1e-5, "atol": 1e-6}),
         ("radzero", "half", {"rtol": 5e-3, "atol": 5e-4}),
         ("umrl", "umrl", {"rtol": 1e-5, "atol": 1e-6}),
+        ("convirt", "convirt", {"rtol": 1e-5, "atol": 1e-6}),
+        ("gloria", "gloria", {"rtol": 1e-4, "atol": 1e-5}),
     ],
 )
 def test_steps_are_those_of_the_frozen_encoder(
@@ -292,9 +311,13 @@ def test_a_command_writes_the_features_of_a_file_and_of_a_checkpoint(
 def test_settings_without_stored_features_are_named(shards: Path) -> None:
     field = "data.image_features"
     with raises(ConfigError, "unsupported", field):
-        opened(shards, make_model("convirt", frozen_text_layers=0), image_features="half")
+        opened(shards, make_model("mgca", text_layers=1), image_features="half")
     with raises(ConfigError, "conflict", field):
         opened(shards, make_model(frozen_image=False), image_features="half")
+    dropping = make_model()
+    dropping.patch_dropout = 0.5
+    with raises(ConfigError, "conflict", field):
+        opened(shards, dropping, image_features="half")
     with raises(ConfigError, "conflict", field):
         opened(shards, make_model(), image_features="half", regions="half")
     with raises(ConfigError, "conflict", field):

@@ -293,15 +293,16 @@ class DualEncoder(System):
         return projected_BE.float()
 
     def image_features(self, batch: Batch) -> ImageFeatures:
-        """Return the output of the image encoder: that of the pixels, or the stored one of a batch
-        without pixels.
+        """Return the output of the image encoder: that of the pixels, of some patches with
+        `patch_dropout`, or the stored one of a batch without pixels.
 
         A system that trains from this alone sets `reads_features`.
         """
         if batch.regions_BPD is None:
-            features: ImageFeatures = self.image_encoder(batch.image_BCHW)
+            patches_BK = self._draw_patches(batch.image_BCHW)
+            features: ImageFeatures = self.image_encoder(batch.image_BCHW, patches_BK)
             return features
-        return stored_features(batch, self.image_encoder.patch_dim)
+        return stored_features(batch, self.image_encoder)
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
         """Return images as `similarity` takes them."""

@@ -245,22 +245,25 @@ class LocalDualEncoder(DualEncoder):
         """
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
-        return self._pooled_images(image_BCHW)[0]
+        pooled_BD, _ = self.pool_regions(self._encode_image(image_BCHW))
+        return self.image_head(pooled_BD).float()
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
         """Return images as `similarity` takes them, with their regions."""
-        vector_BE, patches_BPD, weight_BP = self._pooled_images(image_BCHW)
-        local_BPE = self._project(self.region_head, patches_BPD)
+        return self.embed_features(self._encode_image(image_BCHW))
+
+    def embed_features(self, features: ImageFeatures) -> Embeddings:
+        """Return images as `embed_images` does, from the output of the image encoder."""
+        assert features.patches_BPD is not None, "the image encoder has patches"
+        pooled_BD, weight_BP = self.pool_regions(features)
+        vector_BE = self.image_head(pooled_BD).float()
+        local_BPE = self._project(self.region_head, features.patches_BPD)
         return Embeddings(F.normalize(vector_BE, dim=-1), local_BPE, None, weight_BP)
 
-    def _pooled_images(self, image_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (B, E) float32, not normalised, the patches (B, P, D), and the weights of
-        regions.
-        """
+    def _encode_image(self, image_BCHW: Tensor) -> ImageFeatures:
         output_attention = self.weighs_words and self.image_encoder.has_attention
-        features = self.image_encoder(image_BCHW, output_attention=output_attention)
-        pooled_BD, weight_BP = self.pool_regions(features)
-        return self.image_head(pooled_BD).float(), features.patches_BPD, weight_BP
+        features: ImageFeatures = self.image_encoder(image_BCHW, output_attention=output_attention)
+        return features
 
     def pool_regions(self, features: ImageFeatures) -> tuple[Tensor, Tensor | None]:
         """Return (B, D), the vector of each image for `image_head`, and (B, P), weights of its
