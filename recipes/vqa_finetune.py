@@ -53,6 +53,10 @@ class Recipe:
     """
     earlier_image: bool = False
     """Read the patient's earlier image as well, for questions about differences."""
+    question_prior: bool = False
+    """Start from the answers that the words of a question suggest, and learn what the image adds."""
+    frozen_encoders: bool = False
+    """Keep both encoders below the fusion-encoder as they are."""
     protocol: str = "medvl"
     """Comparison of answers, and the questions whose answers are the vocabulary."""
     data: VQADataConfig
@@ -133,7 +137,7 @@ Without any data, on the phantom corpus:
 def prepare(recipe: Recipe) -> "Run":
     """Create the model, the loaders and the evaluator."""
     recipe.data.check(MAKE_DATA)
-    from medvl.eval import AnswerEval, get_protocol, read_answer_vocabulary
+    from medvl.eval import AnswerEval, get_protocol, read_answer_vocabulary, read_answered
     from medvl.models import create_vqa
     from medvl.train import Run, open_vqa, seeded
 
@@ -149,6 +153,10 @@ def prepare(recipe: Recipe) -> "Run":
             decoder=recipe.decoder,
             head_lr_mult=recipe.head_lr_mult,
             earlier_image=recipe.earlier_image,
+            question_prior=read_answered(recipe.data.train, normalize)
+            if recipe.question_prior
+            else (),
+            frozen_encoders=recipe.frozen_encoders,
         )
     opened = open_vqa(recipe.data, model, answers, normalize, recipe.train.micro_batch)
     run = Run(recipe="vqa_finetune", settings=recipe, model=model, data=opened)

@@ -206,6 +206,7 @@ if TYPE_CHECKING:
         model_vocabulary as model_vocabulary,
         question_data as question_data,
         read_answer_vocabulary as read_answer_vocabulary,
+        read_answered as read_answered,
         read_predictions as read_predictions,
     )
     from medvl.eval.vqa.protocol import (

@@ -42,7 +42,7 @@ from medvl.inference.models import (
 from medvl.inference.volumes import reads_volumes, volume_heatmap
 from medvl.models import VQA, DualEncoder, LabelModel
 from medvl.models.base import System, evaluating
-from medvl.models.downstream.vqa.model import question_attention
+from medvl.models.downstream.vqa.attention import question_attention
 from medvl.models.heatmaps import on_image
 from medvl.models.text_decoding import Decoding
 from medvl.schema import Batch, Embeddings

@@ -35,7 +35,7 @@ from medvl.eval.vqa.accuracy import MODEL, VQAResult
 from medvl.eval.vqa.predictions import Prediction
 from medvl.models import VQA
 from medvl.models.base import evaluating
-from medvl.models.downstream.vqa.model import question_attention
+from medvl.models.downstream.vqa.attention import question_attention
 from medvl.schema import Batch
 
 # Explanations of single questions: the next best answers, and attention maps.

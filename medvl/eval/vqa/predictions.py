@@ -248,6 +248,19 @@ def read_answer_vocabulary(folder: Path | str, protocol: str = PROTOCOL) -> Answ
     return AnswerVocabulary.build(data.questions, rules)
 
 
+def read_answered(folder: Path | str, normalize: Callable[[str], str]) -> list[tuple[str, str]]:
+    """Return the training questions of a folder of shards that have an answer, with their
+    normalised answers.
+
+    Raises ShardError if the folder is damaged, EvaluationError if it has no training question.
+    """
+    pairs = [
+        (question.question, normalize(question.answer))
+        for question in question_data([ShardSource(folder)]).part("train").questions
+    ]
+    return [pair for pair in pairs if pair[1]]
+
+
 def model_vocabulary(model: VQA, protocol: VQAProtocol) -> AnswerVocabulary | None:
     """Return the answers that a model can give, as the protocol compares them; None if it
     generates them.

@@ -10,7 +10,7 @@ from helpers.fusion_samples import SIDE, TINY, flags, make_batch, shaken, tiny_m
 from torch import Tensor
 
 from medvl.errors import ConfigError
-from medvl.models.downstream.vqa.model import QuestionAttention, question_attention
+from medvl.models.downstream.vqa.attention import QuestionAttention, question_attention
 from medvl.models.fusion_encoders.parts.transformer import Attention
 from medvl.schema import Batch
 

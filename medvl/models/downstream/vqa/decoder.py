@@ -106,11 +106,24 @@ class VQAConfig(FusionTaskConfig):
     """Read the patient's earlier image as well, as further tokens with a learned vector of their
     time (`FusionModel.read_earlier_images`), for questions about a difference.
     """
+    question_prior: bool = False
+    """Add the head's logits to those of a regression from the words of the question
+    (`QuestionPrior`), so that training starts from the answers of the question alone. For heads
+    that classify.
+    """
+    frozen_encoders: bool = False
+    """Keep the image encoder and the text encoder below a separate fusion-encoder as they are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_labels(self.answers, "answers", fewest=2)
         check_choice(self.head, HEADS, "head")
+        if self.question_prior and self.head not in ("classifier", "product"):
+            message = (
+                f"expected head classifier or product with question_prior, got {self.head}: it has "
+                f"no logits of a vocabulary"
+            )
+            raise ConfigError(message, "conflict", field="question_prior")
 
     @property
     def effective_head_lr_mult(self) -> float:

@@ -28,6 +28,7 @@ from medvl.models.downstream.vqa.decoder import (
     VQAConfig,
     init_decoder,
 )
+from medvl.models.downstream.vqa.prior import QuestionPrior
 from medvl.models.fusion_encoders.bases.base import FusionModel, StreamConfig
 from medvl.models.fusion_encoders.parts.encoder import Fused
 from medvl.models.registry import register_system
@@ -83,10 +84,21 @@ class _Classifier(nn.Sequential, abc.ABC):
 
     def predict(self, fused: Fused) -> AnswerPredictions:
         """Return the best answers."""
-        best_B, place_B = self.scores(fused).float().max(dim=1)
+        return self.choose(self.scores(fused))
+
+    def choose(self, logits_BV: Tensor) -> AnswerPredictions:
+        """Return the best answers by their logits."""
+        best_B, place_B = logits_BV.float().max(dim=1)
         return AnswerPredictions(
             [self._answers[place] for place in place_B.tolist()], best_B.sigmoid()
         )
+
+    def start_from_zero(self) -> None:
+        """Make the last layer give logits of 0, to be added to others."""
+        last = self[-1]
+        assert isinstance(last, nn.Linear), "the last layer gives the logits"
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
 
 
 class ClassifierHead(_Classifier):
@@ -318,75 +330,6 @@ def create_head(
     return DecoderHead(config, model)
 
 
-# Attention maps of a question over its image, for plots and for checking answers.
-#
-# Maps are the attention of the last fusion layer, mean over its heads. They show where that layer
-# gathers information, not why an answer was given: the layers below have mixed the cells already
-# (Jain and Wallace, arXiv 1902.10186).
-
-# P cells of the image's grid in row-major order; the other letters as in `medvl.schema`.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class QuestionAttention:
-    """Attention of each question over the cells of its image, float32.
-
-    A row sums to at most 1: the rest goes to words, and to tokens without a place in the image.
-    """
-
-    pooled_BP: Tensor
-    """From the token that is pooled for the answer."""
-    words_BP: Tensor
-    """Mean over the question's words, without its first and its closing token; zeros if it has
-    no words.
-    """
-    grid: tuple[int, int] | None
-    """(rows, columns) of the cells; None for the regions of a detector."""
-
-
-@torch.no_grad()
-def question_attention(model: FusionModel, batch: Batch) -> QuestionAttention:
-    """Return the attention of a batch's texts over their images.
-
-    It does not depend on padding or on the rest of the batch. The forward pass keeps no weights, so
-    this is a separate pass through both encoders and all fusion layers but the last.
-
-    Raises ConfigError in training mode, where cells may be left out, and for a model that reads
-    earlier images, whose cells are beside those of the image.
-    """
-    if model.training:
-        raise ConfigError("attention maps need eval mode; call eval() first", "conflict")
-    if model.image_times is not None:
-        message = "attention maps are of one image; take a model without earlier_image"
-        raise ConfigError(message, "unsupported", field="earlier_image")
-    text = model.texts_of(batch)
-    maps = model.cross_attention(text, model.images_of_rows(batch))
-    words_BT = _words(batch).float()
-    count_B1 = words_BT.sum(dim=1, keepdim=True).clamp(min=1)
-    words_BP = torch.einsum("bt,btp->bp", words_BT / count_B1, maps.text_BTP)
-    if not isinstance(model.image_encoder, ImageEncoder):
-        return QuestionAttention(pooled_BP=maps.pooled_BP, words_BP=words_BP, grid=None)
-    height, width = batch.image_BCHW.shape[2:]
-    grid = model.image_encoder.grid(height, width)
-    if (
-        batch.has_image_B is not None and not batch.has_image_B.any()
-    ):  # no image was encoded: there are no cells
-        cells = words_BP.shape[1] if grid is None else grid[0] * grid[1]
-        zeros_BP = words_BP.new_zeros(len(batch), cells)
-        return QuestionAttention(pooled_BP=zeros_BP, words_BP=zeros_BP, grid=grid)
-    return QuestionAttention(pooled_BP=maps.pooled_BP, words_BP=words_BP, grid=grid)
-
-
-def _words(batch: Batch) -> Tensor:
-    """(B, T) bool: real tokens without the first and the last, which a tokenizer adds to every
-    text.
-    """
-    place_T = torch.arange(batch.mask_BT.shape[1], device=batch.mask_BT.device)
-    last_B1 = batch.mask_BT.sum(dim=1, keepdim=True) - 1
-    words_BT = batch.mask_BT.bool() & (place_T > 0) & (place_T < last_B1)
-    return words_BT if batch.has_text_B is None else words_BT & batch.has_text_B[:, None]
-
-
 class Answerer(nn.Module):
     """The modules of a model that have a moving average: fusion-encoder and decoder, shared and
     not copied.
@@ -409,6 +352,7 @@ class VQA(FusionTask):
         momentum: with a decoder and `config.decoder.alpha`, the moving average (`Answerer`) of
             fusion-encoder and head, which gives soft targets in training; else None. It starts as a
             copy in the first step.
+        question_prior: with `config.question_prior`, the answers that the words suggest; else None.
     """
 
     Config = VQAConfig
@@ -425,6 +369,13 @@ class VQA(FusionTask):
             self.inputs = dataclasses.replace(self.inputs, prior_image=True)
         self.answer_head = create_head(config, fusion_model)
         self.freeze_unread(reads_pooled=self.answer_head.reads_pooled)
+        self.question_prior: QuestionPrior | None = None
+        if config.question_prior:
+            assert isinstance(self.answer_head, _Classifier), "the config allows no other head"
+            self.answer_head.start_from_zero()
+            self.question_prior = QuestionPrior(len(config.answers))
+        if config.frozen_encoders:
+            _freeze_encoders(fusion_model)
         self.momentum: AveragedModel | None = None
         if isinstance(self.answer_head, DecoderHead) and config.decoder.alpha:
             average = get_ema_multi_avg_fn(config.decoder.momentum)
@@ -443,6 +394,8 @@ class VQA(FusionTask):
         decoder: DecoderConfig | None = None,
         head_lr_mult: float | None = None,
         earlier_image: bool = False,
+        question_prior: Sequence[tuple[str, str]] = (),
+        frozen_encoders: bool = False,
     ) -> Self:
         """Put a new head on a fusion-encoder, which is not copied unless `for_reading` changes it.
 
@@ -456,8 +409,27 @@ class VQA(FusionTask):
             decoder=decoder or DecoderConfig(),
             head_lr_mult=head_lr_mult,
             earlier_image=earlier_image,
+            question_prior=bool(question_prior),
+            frozen_encoders=frozen_encoders,
         )
-        return cls(config, fusion_model)
+        model = cls(config, fusion_model)
+        if question_prior:
+            model.fit_prior(question_prior)
+        return model
+
+    def fit_prior(self, questions: Sequence[tuple[str, str]]) -> None:
+        """Fit `question_prior` to training questions and their normalised answers, of which those
+        outside of the vocabulary are left out.
+
+        Raises ConfigError for a model without a tokenizer, and where no answer is left.
+        """
+        assert self.question_prior is not None, "config.question_prior is set"
+        place_of = {answer: place for place, answer in enumerate(self.config.answers)}
+        known = [(text, place_of[answer]) for text, answer in questions if answer in place_of]
+        ids_NT, mask_NT = self.require_tokenizer("a prior of questions")(
+            [text for text, _ in known] or [""]
+        )
+        self.question_prior.fit(ids_NT, mask_NT, [place for _, place in known])
 
     def forward(self, batch: Batch) -> Losses:
         """Return the loss of the answers; the labels of an answer outside the vocabulary are zeros.
@@ -468,6 +440,10 @@ class VQA(FusionTask):
         fused = self.fusion_model.features(batch)
         target_BV = batch.labels_BL.nan_to_num(0.0)
         head = self.answer_head
+        if self.question_prior is not None and isinstance(head, _Classifier):
+            own_BV = target_BV if self.training else None
+            prior_BV = self.question_prior(batch.ids_BT, batch.mask_BT, own_BV)
+            return Losses.sum(answers=losses.vqa_bce(head.scores(fused) + prior_BV, target_BV))
         if self.momentum is None or not self.training or not isinstance(head, DecoderHead):
             return Losses.sum(answers=head.loss(fused, target_BV))
         steps = int(self.momentum.n_averaged)
@@ -495,10 +471,16 @@ class VQA(FusionTask):
         """(B, V): scores of `config.answers`. A decoder's are log-likelihoods, minus infinity for
         answers off the shortlist.
         """
-        return self.answer_head.scores(self.fusion_model.features(batch))
+        logits_BV = self.answer_head.scores(self.fusion_model.features(batch))
+        if self.question_prior is None:
+            return logits_BV
+        prior_BV: Tensor = self.question_prior(batch.ids_BT, batch.mask_BT)
+        return logits_BV + prior_BV
 
     def predict(self, batch: Batch) -> AnswerPredictions:
         """Return the answer to each question of a batch."""
+        if self.question_prior is not None and isinstance(self.answer_head, _Classifier):
+            return self.answer_head.choose(self.answer_logits(batch))
         return self.answer_head.predict(self.fusion_model.features(batch))
 
     @torch.no_grad()
@@ -524,6 +506,18 @@ class VQA(FusionTask):
         return self.predict(batch).answers
 
 
+def _freeze_encoders(model: FusionModel) -> None:
+    """Freeze both encoders. Raises ConfigError where they are not below a separate
+    fusion-encoder of pixels.
+    """
+    image, text = model.image_encoder, model.text_encoder
+    if not isinstance(image, ImageEncoder) or not hasattr(model, "fusion"):
+        message = f"expected a fusion-encoder on two encoders, such as m3ae, got {model.name}"
+        raise ConfigError(message, "unsupported", field="frozen_encoders")
+    image.freeze()
+    text.freeze()
+
+
 def create_vqa(
     start: Path | str,
     answers: Sequence[str],
@@ -534,6 +528,8 @@ def create_vqa(
     decoder: DecoderConfig | None = None,
     head_lr_mult: float | None = None,
     earlier_image: bool = False,
+    question_prior: Sequence[tuple[str, str]] = (),
+    frozen_encoders: bool = False,
 ) -> VQA:
     """Create a VQA model with a new head from a checkpoint of a dual-encoder or fusion-encoder.
 
@@ -550,6 +546,9 @@ def create_vqa(
         head_lr_mult: learning rate of the head, as a multiple of the encoders'; None is the head's
             published one.
         earlier_image: see `VQAConfig`.
+        question_prior: training questions and their normalised answers, to start from the answers
+            of the question alone; empty: a head without them.
+        frozen_encoders: see `VQAConfig`.
 
     Raises:
         CheckpointError: `start` is not a complete checkpoint.
@@ -564,4 +563,6 @@ def create_vqa(
         decoder=decoder,
         head_lr_mult=head_lr_mult,
         earlier_image=earlier_image,
+        question_prior=question_prior,
+        frozen_encoders=frozen_encoders,
     )
