@@ -20,7 +20,14 @@ from medvl.models.dual_encoders.bases.local import (
     local_contrast,
     local_features,
 )
-from medvl.models.dual_encoders.bases.pairs import BoxConfig, LabelMapConfig, Pairs, gather_side
+from medvl.models.dual_encoders.bases.pairs import (
+    BoxConfig,
+    LabelMapConfig,
+    Pairs,
+    gather_side,
+    reads_boxes,
+    reads_labels,
+)
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Losses
 
@@ -90,14 +97,16 @@ class GLoRIA(LocalDualEncoder):
         """Compare a rank's own images with the texts of all ranks: regions are not gathered."""
         texts = gather_side(pairs.texts)
         config = self.config
-        local = local_contrast(
-            pairs.images, texts, config.temp1, config.temp2, config.temp3, config.word_pool
-        )
         # The sum of both directions, as in the local loss; `losses.clip` is their mean.
         whole = 2 * losses.clip(gather(pairs.images.global_NE), texts.global_NE, config.temp3)
-        return Losses.weighted(
-            **{"local": (local, config.local_weight), "global": (whole, config.global_weight)}
-        )
+        terms = {"global": (whole, config.global_weight)}
+        # Without a weight, it gives the heads of regions and words their gradients, unless maps do.
+        if config.local_weight or not (reads_boxes(config) or reads_labels(config)):
+            local = local_contrast(
+                pairs.images, texts, config.temp1, config.temp2, config.temp3, config.word_pool
+            )
+            terms = {"local": (local, config.local_weight), **terms}
+        return Losses.weighted(**terms)
 
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
         """Return (N, M): the mean of cosine and word-region similarity: the logits of training over
