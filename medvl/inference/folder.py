@@ -492,6 +492,8 @@ def _read_lines(path: Path) -> Iterator[ImageResult]:
 # Image files that users name: files, and folders with all images below them.
 
 SUFFIXES = frozenset((".dcm", ".dicom", ".jpg", ".jpeg", ".png"))
+_OTHER_FORMATS = frozenset((".bmp", ".gif", ".tif", ".tiff", ".webp"))
+"""Images that cannot be read: they are counted as skipped, and not passed over."""
 
 
 def find_images(paths: Iterable[Path | str]) -> list[Path]:
@@ -499,7 +501,8 @@ def find_images(paths: Iterable[Path | str]) -> list[Path]:
 
     A file is taken as it is. Of a folder, all files below it are taken that end in .dcm, .dicom,
     .jpg, .jpeg or .png, or begin as a DICOM file does, as those of DICOM trees without suffixes;
-    hidden ones are left out, and links to folders are not followed.
+    and images of other formats, which reading refuses. Hidden ones are left out, and links to
+    folders are not followed.
 
     Raises ImageError for a path that does not exist, and for folders without an image.
     """
@@ -553,7 +556,8 @@ def _below(folder: Path) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             path = Path(parent, name)
-            if not name.startswith(".") and (path.suffix.lower() in SUFFIXES or _is_dicom(path)):
+            is_image = path.suffix.lower() in SUFFIXES | _OTHER_FORMATS
+            if not name.startswith(".") and (is_image or _is_dicom(path)):
                 yield path
 
 

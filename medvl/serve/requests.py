@@ -23,6 +23,7 @@ from medvl.serve.guard import Refused
 
 MAX_TEXTS = 32
 MAX_TEXT_LENGTH = 500
+_FIELDS = frozenset(("image", "text", "frame", "center", "width"))
 _MOST_FRAMES = 20_000
 
 
@@ -61,7 +62,7 @@ async def read_request(
     `image` may have.
 
     Raises `Refused`: 413 over the limit, 408 when it takes too long or stops, 415 for another type,
-    400 for a damaged form; and what `count` raises.
+    400 for a damaged form and for another field; and what `count` raises.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
@@ -118,6 +119,10 @@ def _too_large(config: ServeConfig) -> Refused:
 
 
 async def _fields(form: FormData) -> ImageRequest:
+    unknown = sorted(form.keys() - _FIELDS)
+    if unknown:
+        message = f"expected the fields {', '.join(sorted(_FIELDS))}, got {unknown[0][:40]!r}"
+        raise Refused(400, "unknown_name", message)
     images = [image for image in form.getlist("image") if isinstance(image, UploadFile)]
     if not images:
         raise Refused(400, "missing", "expected a file in the field `image`")

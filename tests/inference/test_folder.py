@@ -77,6 +77,9 @@ def test_files_of_a_tree(images: Path, tmp_path: Path) -> None:
         images / "study/notes.txt"
     ]  # as the user says
     (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "scan.TIFF").write_bytes(b"II*\0")  # counted, though it cannot be read
+    assert find_images([tmp_path / "other"]) == [tmp_path / "other" / "scan.TIFF"]
     with raises(ImageError, "empty", "images"):
         find_images([tmp_path / "empty"])
     with raises(ImageError, "not_found", "images", names="nowhere"):

@@ -260,11 +260,11 @@ def test_forms_are_checked() -> None:
         400,
         "malformed",
     )
-    assert code(app.post("/api/view", files={"other": ("i", png())})) == (400, "missing")
-    assert code(app.post("/api/view", data={"image": "text"}, files={"x": ("i", b"")})) == (
-        400,
-        "missing",
-    )
+    assert code(app.post("/api/view", files={"text": (None, "edema")})) == (400, "missing")
+    # else the answer would be about all findings
+    assert code(post(app, "scores", png(), findings="edema")) == (400, "unknown_name")
+    image = {"image": (None, "text")}  # a field of text in place of a file
+    assert code(app.post("/api/view", files=image)) == (400, "missing")
     assert code(post(app, "view", png(), center="1")) == (400, "out_of_range")
     assert code(post(app, "view", png(), center="1", width="-1")) == (400, "out_of_range")
     assert code(post(app, "view", png(), center="nan", width="1")) == (400, "wrong_type")

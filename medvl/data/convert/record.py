@@ -221,7 +221,7 @@ def _convert(
             if record.report and str(record.report) == error.filename
             else "image_missing"
         )
-        skipped = reason, str(error)
+        skipped = reason, f"{error.filename} does not exist"
     except ReportError as error:
         skipped = "report_unreadable", str(error)
     except (

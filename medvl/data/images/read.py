@@ -79,6 +79,8 @@ def _decode(
 ) -> tuple[np.ndarray, DicomHeader | None]:
     start = file.read(132)
     file.seek(0)
+    if not start:
+        raise ImageError(f"{image}: the image file is empty", "empty")
     named_dicom = isinstance(image, Path) and image.suffix.lower() in (".dcm", ".dicom")
     if named_dicom or starts_like_dicom(start):
         return _decode_dicom(file, image, frame, warnings)
