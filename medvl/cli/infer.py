@@ -148,7 +148,10 @@ def infer(
         print(
             _uncalibrated(model, fitted, reason), file=sys.stderr
         )  # the table on stdout stays one
-    lines = [format_results(results, model.names, model.gives), *_notes(loaded, results, skipped)]
+    lines = [
+        format_results(results, model.names, model.gives),
+        *_notes(loaded, results, skipped, by_study),
+    ]
     if out is None:
         return "\n".join(lines)
     if overlays and not drawn:
@@ -231,10 +234,13 @@ def _example(checkpoint: str) -> tuple[Path, ...]:
 
 
 def _notes(
-    model: "System", results: "Sequence[ImageResult]", skipped: Mapping[str, int]
+    model: "System",
+    results: "Sequence[ImageResult]",
+    skipped: Mapping[str, int],
+    by_study: bool,
 ) -> Iterator[str]:
-    """Yield what the reader of the table must know: skipped images, and images of another kind
-    than the model's.
+    """Yield what the reader of the table must know: skipped images or studies, and images of
+    another kind than the model's.
     """
     from medvl.inference.models import Expected, describe_doubts
 
@@ -244,7 +250,8 @@ def _notes(
     if unread:
         yield f"\n{unread.total()} images of studies not read: {_counts(unread)}"
     if skipped:
-        yield f"\n{sum(skipped.values())} of {len(results)} images skipped: {_counts(skipped)}"
+        unit = "studies" if by_study else "images"
+        yield f"\n{sum(skipped.values())} of {len(results)} {unit} skipped: {_counts(skipped)}"
     expected = Expected.by(model)
     warning = describe_doubts(
         [result.warning for result in results if result.skipped is None], expected
