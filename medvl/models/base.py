@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import medvl
-from medvl.common.few_sizes import FEW_ROWS, filling_rows, round_up
+from medvl.common.compilation import FEW_ROWS, filling_rows, round_up
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.masked_text import TextMasking

@@ -8,7 +8,7 @@ for attention, and its result is packed again.
 
 The number of real tokens must be known on the host, so a GPU is synchronised: encode texts first in
 a step, while its queue is empty. The row is filled up to one of few lengths, for which kernels are
-compiled or CUDA graphs recorded (`medvl.common.few_sizes`): the filling attends to itself, and
+compiled or CUDA graphs recorded (`medvl.common.compilation`): the filling attends to itself, and
 nothing else reads it. This module imports torch's compiler, which takes seconds: import it only to
 pack.
 
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
 
-from medvl.common.few_sizes import FEW_ROWS, round_up
+from medvl.common.compilation import FEW_ROWS, round_up
 
 ATTENTION = "medvl_packed"
 """Name under which `packed_attention` is registered with transformers."""

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from medvl.common.few_sizes import filling_rows
+from medvl.common.compilation import filling_rows
 from medvl.losses.common import full_precision, gather, mean_over_ranks, shapes
 
 SentenceSum = Literal["sum", "mean"]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from medvl import losses
+from medvl.common.compilation import untraced
 from medvl.common.config_io import check_within
-from medvl.common.untraced import untraced
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, create_text_encoder

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.few_sizes import round_up
+from medvl.common.compilation import round_up
 from medvl.common.seeding import derive, reseed
 from medvl.encoders import TextEncoder, checkpoint_activations
 from medvl.encoders.base import Encoder

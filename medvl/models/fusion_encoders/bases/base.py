@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal, Protocol, Self, cast
 import torch
 from torch import Tensor, nn
 
+from medvl.common.compilation import untraced
 from medvl.common.config_io import check_choice, check_within
-from medvl.common.untraced import untraced
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform, Kernel
 from medvl.data.transforms.masked_text import TextMasking

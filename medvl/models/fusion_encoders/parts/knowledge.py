@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.compilation import untraced
 from medvl.common.config_io import check_within
-from medvl.common.untraced import untraced
 from medvl.data.knowledge.finder import EntityFinder, EntityLinker, LinkedEntities
 from medvl.data.knowledge.graph import read_knowledge
 from medvl.data.knowledge.transe import load_embeddings

@@ -1,4 +1,4 @@
-"""Sizes rounded up, so that few different shapes occur.
+"""What compiled kernels and graphs need: few shapes, and functions that are called untraced.
 
 oneDNN compiles a kernel for every shape and keeps the last 1,024 of them. If the number of rows
 changes from batch to batch, as the number of real or masked tokens does, no kernel is reused:
@@ -6,8 +6,14 @@ changes from batch to batch, as the number of real or masked tokens does, no ker
 memory. A CUDA graph is recorded for every shape.
 """
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
 
+P = ParamSpec("P")
+T = TypeVar("T")
 FEW_ROWS = 64
 
 
@@ -28,3 +34,20 @@ def filling_rows(rows: int, device: torch.device) -> int:
     0 on a GPU and below 64 rows.
     """
     return -rows % FEW_ROWS if device.type == "cpu" and rows > FEW_ROWS else 0
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """Let compiled code call a function as it is, between two graphs.
+
+    This is `torch.compiler.disable`, but the compiler, whose import takes a second, is not imported
+    before a model is compiled.
+    """
+    disabled = torch._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*inputs: P.args, **options: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return disabled(*inputs, **options)
+        return function(*inputs, **options)
+
+    return call
