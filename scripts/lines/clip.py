@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 from measure.bench import Bench
 from measure.line import Line, Report, SkipLine, TableRow, ratio, report
 from measure.medvl_step import medvl_step
-from measure.open_clip_baseline import LR, WEIGHT_DECAY, OpenClip, PairsOfFiles, model_sizes
+from measure.open_clip_baseline import LR, SIZES, WEIGHT_DECAY, OpenClip, PairsOfFiles, model_sizes
 from measure.timing import Contender, Flops, Run as Steps, measure_in_turns, repeat
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -53,15 +54,6 @@ from medvl.train.parallel.distributed import BatchStream, RankInfo, side_stream
 from medvl.train.parallel.model import DDPModel
 from medvl.train.tasks.pretraining import DataConfig, open_data
 
-SMALL_IMAGE = {"embed_dim": 128, "patch_size": 16, "width": 192, "layers": 4, "head_width": 64}
-SMALL_TEXT = {
-    "embed_dim": 128,
-    "context_length": 77,
-    "width": 192,
-    "num_hidden_layers": 3,
-    "heads": 3,
-}
-"""`open_clip_baseline.SMALL` with medvl's names."""
 CONTEXT = 77
 
 Rate = Callable[[], float]
@@ -88,7 +80,7 @@ def measure_training(bench: Bench) -> Report:
     steps_of_round, repeats = bench.size((5, 5), (1, 1))
     patients, pixels = bench.size((35, 512), (6, 64))
     options = argparse.Namespace(
-        model="small",
+        model=bench.size("small", "tiny"),
         batch=bench.size(16, 4),
         precision="bf16",
         compile=False,
@@ -162,16 +154,27 @@ def medvl_settings(folder: Path, options: argparse.Namespace) -> Settings:
 
 
 def clip_config(name: str) -> CLIPConfig:
-    """Return medvl's CLIP with the sizes of an open_clip model, or of the small one."""
-    sizes, small = model_sizes(name), name == "small"
-    tower = f"open_clip:{'custom' if small else name}"
+    """Return medvl's CLIP with the sizes of an open_clip model, or one of `SIZES`."""
+    sizes = model_sizes(name)
+    image, text = sizes["vision_cfg"], sizes["text_cfg"]
+    tower = f"open_clip:{name}"
+    image_arguments: dict[str, Any] = {}
+    text_arguments: dict[str, Any] = {}
+    if name in SIZES:
+        tower = "open_clip:custom"
+        shared = {"embed_dim": sizes["embed_dim"]}
+        image_fields = ("patch_size", "width", "layers", "head_width")
+        image_arguments = shared | {field: image[field] for field in image_fields}
+        text_fields = ("context_length", "width", "heads")
+        text_arguments = shared | {field: text[field] for field in text_fields}
+        text_arguments["num_hidden_layers"] = text["layers"]
     return CLIPConfig(
         image_encoder=tower,
-        image_arguments=SMALL_IMAGE if small else {},
+        image_arguments=image_arguments,
         text_encoder=tower,
-        text_arguments=SMALL_TEXT if small else {},
-        image_size=sizes["vision_cfg"]["image_size"],
-        vocab_size=sizes["text_cfg"]["vocab_size"],
+        text_arguments=text_arguments,
+        image_size=image["image_size"],
+        vocab_size=text["vocab_size"],
     )
 
 
@@ -371,7 +374,7 @@ STEP = "open_clip: compiled model, ClipLoss, fused AdamW"
 
 def measure_clip(bench: Bench, name: str, size: int) -> Report:
     """Measure medvl's step, open_clip's compiled model in a bare loop, and in its own trainer."""
-    name = bench.size(name, "small")
+    name = bench.size(name, "tiny")
     config = clip_config(name)
     batch, pair = clip_batch(config.image_size, size)
     images_BCHW, ids_BT = (part.to(bench.device) for part in pair)

@@ -18,26 +18,51 @@ from torch.utils.data import Dataset
 from medvl.train.optim.optimizer import Precision
 from medvl.train.parallel.distributed import RankInfo
 
-SMALL: dict[str, Any] = {
-    "embed_dim": 128,
-    "vision_cfg": {
-        "image_size": 112,
-        "patch_size": 16,
-        "width": 192,
-        "layers": 4,
-        "head_width": 64,
+SIZES: dict[str, dict[str, Any]] = {
+    "small": {
+        "embed_dim": 128,
+        "vision_cfg": {
+            "image_size": 112,
+            "patch_size": 16,
+            "width": 192,
+            "layers": 4,
+            "head_width": 64,
+        },
+        "text_cfg": {
+            "context_length": 77,
+            "vocab_size": 49408,
+            "width": 192,
+            "layers": 3,
+            "heads": 3,
+        },
     },
-    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 192, "layers": 3, "heads": 3},
+    "tiny": {
+        "embed_dim": 16,
+        "vision_cfg": {
+            "image_size": 32,
+            "patch_size": 16,
+            "width": 16,
+            "layers": 1,
+            "head_width": 16,
+        },
+        "text_cfg": {
+            "context_length": 77,
+            "vocab_size": 49408,
+            "width": 16,
+            "layers": 1,
+            "heads": 1,
+        },
+    },
 }
-"""Configuration of a small CLIP for two cores, with open_clip's names."""
+"""Configurations, with open_clip's names, of a small CLIP for two cores and one for dry runs."""
 LR, WEIGHT_DECAY = 1e-5, 0.2
 
 
 def model_sizes(model: str) -> dict[str, Any]:
-    """Return the configuration of an open_clip model, or of the small one."""
+    """Return the configuration of an open_clip model, or one of `SIZES`."""
     import open_clip
 
-    return SMALL if model == "small" else open_clip.get_model_config(model)
+    return SIZES[model] if model in SIZES else open_clip.get_model_config(model)
 
 
 class OpenClip:
