@@ -2,6 +2,7 @@
 
 import errno
 import inspect
+import itertools
 import os
 import re
 import subprocess
@@ -333,11 +334,12 @@ def test_a_comparison_of_nothing_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+WRONG = (["--no-such-option", "1"], ["a", "b", "--no-such-option", "c"], ["--out"])
+
+
 @pytest.mark.parametrize(
-    "wrong", [["--no-such-option", "1"], ["a", "b", "--no-such-option", "c"], ["--out"]]
-)
-@pytest.mark.parametrize(
-    "name", [name for name in cli.commands() if name not in ("train", "doctor")]
+    ("name", "wrong"),
+    zip(sorted({*cli.commands()} - {"train", "doctor"}), itertools.cycle(WRONG), strict=False),
 )
 def test_hint_after_a_wrong_option_names_the_command(
     name: str, wrong: list[str], capsys: pytest.CaptureFixture[str]

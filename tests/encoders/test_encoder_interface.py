@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.model_copies import created_once
 
 from medvl.encoders import (
     create_image_encoder,
@@ -79,13 +80,13 @@ TINY_TEXT: dict[str, dict[str, Any]] = {
 
 def tiny_image(name: str, **options: Any) -> Any:
     torch.manual_seed(0)
-    side = SIDE.get(name, 64)
-    return create_image_encoder(name, image_size=side, **{**TINY_IMAGE[name], **options})
+    sizes = {"image_size": SIDE.get(name, 64), **TINY_IMAGE[name]}
+    return created_once(create_image_encoder, name, **{**sizes, **options})
 
 
 def tiny_text(name: str, **options: Any) -> Any:
     torch.manual_seed(0)
-    return create_text_encoder(name, **{**TINY_TEXT[name], **options})
+    return created_once(create_text_encoder, name, **{**TINY_TEXT[name], **options})
 
 
 def pixels(encoder: Any, count: int = 3, channels: int = 1) -> torch.Tensor:
@@ -206,6 +207,10 @@ def test_grey_encoder_equals_rgb_encoder_on_grey_images(name: str) -> None:
         grey(image_BCHW).pooled_BD, rgb(image_BCHW).pooled_BD, rtol=1e-3, atol=1e-4
     )
     assert sum(p.numel() for p in grey.parameters()) < sum(p.numel() for p in rgb.parameters())
+
+
+@pytest.mark.parametrize("name", ["resnet50", "clip_vit_b32", "medsiglip"])
+def test_grey_encoder_averages_the_statistics_of_its_preset(name: str) -> None:
     with torch.device("meta"):
         averaged = tiny_image(name, in_channels=1)
     assert averaged.mean == pytest.approx((sum(IMAGE_PRESETS[name].mean) / 3,))

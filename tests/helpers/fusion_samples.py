@@ -41,7 +41,13 @@ _ENCODERS: dict[str, Any] = {
     "image_arguments": {"depth": 2},
     "image_size": SIDE,
 }
-_STREAM: dict[str, Any] = {**_ENCODERS, "width": 24, "layers": 4, "heads": 2, "intermediate": 48}
+_SHALLOW: dict[str, Any] = {
+    **_ENCODERS,
+    "text_arguments": {**_TEXT, "num_hidden_layers": 1},
+    "image_arguments": {"depth": 1},
+}
+"""Encoders below layers that fuse their features."""
+_STREAM: dict[str, Any] = {**_SHALLOW, "width": 24, "layers": 2, "heads": 2, "intermediate": 48}
 _DECODER: dict[str, Any] = {"decoder_width": 16, "decoder_heads": 2, "decoder_layers": 1}
 _ALBEF: dict[str, Any] = {
     "layers": 2,
@@ -74,11 +80,11 @@ ENTITIES = (
 TINY: dict[str, dict[str, Any]] = {
     "dual_stream": _STREAM,
     "single_stream": _STREAM,
-    "m3ae": {**_STREAM, **_DECODER},
-    "albef": {**_ENCODERS, **_ALBEF},
-    "arl": {**_STREAM, **_DECODER, **_KNOWLEDGE},
-    "m2i2": {**_ENCODERS, **_ALBEF, **_DECODER, "mask_ratio": 0.5},
-    "mumc": {**_ENCODERS, **_ALBEF, "mask_ratio": 0.5},
+    "m3ae": {**_STREAM, **_DECODER, "mim_layer": 1},
+    "albef": {**_SHALLOW, **_ALBEF},
+    "arl": {**_STREAM, **_DECODER, **_KNOWLEDGE, "mim_layer": 1},
+    "m2i2": {**_SHALLOW, **_ALBEF, **_DECODER, "mask_ratio": 0.5},
+    "mumc": {**_SHALLOW, **_ALBEF, "mask_ratio": 0.5},
     "lxmert": {**_CELLS, "image_layers": 1, "layers": 2, "heads": 2, "intermediate": 64},
     "berthop": {
         **_ENCODERS,
@@ -92,7 +98,14 @@ TINY: dict[str, dict[str, Any]] = {
             "window": 3,
         },
     },
-    "ptunifier": {**_STREAM, "prompts": 12, "image_prompts": 5, "text_prompts": 4},
+    "ptunifier": {
+        **_STREAM,
+        **_ENCODERS,  # of fewer layers the vectors are alike
+        "layers": 4,
+        "prompts": 12,
+        "image_prompts": 5,
+        "text_prompts": 4,
+    },
     "mixed": {**_STREAM, "scales": (1, 2)},
     "medvill": {
         **_ENCODERS,
@@ -119,10 +132,7 @@ def tiny_model(
     if name == "arl":
         knowledge_folder()  # before the seed, which it sets as well when it is first called
     torch.manual_seed(seed)
-    if settings:
-        model = _created(name, tokenizer, **settings)
-    else:
-        model = created_once(_created, name, tokenizer, shared=tokenizer)
+    model = created_once(_created, name, tokenizer, shared=tokenizer, **settings)
     assert isinstance(model, FusionModel)
     return model
 

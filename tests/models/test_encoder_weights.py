@@ -46,7 +46,10 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "pixel_mean": None,
                "pixel_std": None},
     "clip": DUAL,
-    **{name: {**TINY[name], **VIT} for name in ("dual_stream", "medvill", "albef")},
+    **{
+        name: {**TINY[name], **VIT, "text_arguments": TEXT}
+        for name in ("dual_stream", "medvill", "albef")
+    },
 }  # fmt: skip
 
 

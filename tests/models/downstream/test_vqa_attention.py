@@ -15,11 +15,10 @@ from medvl.models.fusion_encoders.parts.transformer import Attention
 from medvl.schema import Batch
 
 LAST = {
-    **dict.fromkeys(
-        ("dual_stream", "m3ae", "mixed", "ptunifier"), "fusion.text_layers.3.cross_attention"
-    ),
-    "arl": "fusion.text_layers.3.text.cross_attention",
-    "single_stream": "fusion.layers.3.attention",
+    **dict.fromkeys(("dual_stream", "m3ae", "mixed"), "fusion.text_layers.1.cross_attention"),
+    "ptunifier": "fusion.text_layers.3.cross_attention",
+    "arl": "fusion.text_layers.1.text.cross_attention",
+    "single_stream": "fusion.layers.1.attention",
     **dict.fromkeys(("albef", "m2i2", "mumc"), "fusion.1.cross_attention"),
     **dict.fromkeys(
         ("medvill", "pixelbert", "uniter", "visualbert"),
