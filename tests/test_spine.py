@@ -300,7 +300,7 @@ def test_a_flipped_bit_of_a_checkpoint_is_found_before_it_is_judged(
     )
 
 
-KILLED_STEPS, LATEST_KILL = 18, 10
+KILLED_STEPS, LATEST_KILL = 14, 9
 """Killed early enough that the run cannot end before the signal arrives."""
 
 

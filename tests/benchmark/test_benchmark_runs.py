@@ -543,14 +543,12 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         execute_run(tmp_path)
 
 
-# Writes and converts a phantom of a hundred patients, trains and probes.
+# Writes and converts a phantom, trains and probes.
 @pytest.mark.slow
 def test_masked_records_are_trained_and_probed(tmp_path: Path) -> None:
     """MRM has no scores of images and texts: its image encoder is probed, and compared."""
     path = tmp_path / "records.toml"
-    content = FILE.replace("ROOT", str(tmp_path / "data")).replace(
-        "--patients 20", "--patients 100"
-    )
+    content = FILE.replace("ROOT", str(tmp_path / "data")).replace("--patients 20", "--patients 60")
     path.write_text(content.replace('phrases = "nothing/test"\n', ""))
     plan, store = (
         plan_runs(read_benchmark(path, {"systems": ["mrm"], "tasks": ["all"]}), tmp_path),
