@@ -38,6 +38,7 @@ _SERVER.set_forkserver_preload(
         "torch._dynamo",
         "torch.distributed.fsdp",
         "torch.nn.parallel.distributed",
+        "torchmetrics",
         "transformers.models.bert.modeling_bert",
         "helpers.frozen",
     ]

@@ -19,14 +19,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from medvl.models.registry import SYSTEMS
+
 HEAVY = ("transformers", "timm", "albumentations", "pydicom", "webdataset")
 """Libraries that no recipe may import before its data was found."""
 LIGHT = (
     "tyro",
+    "medvl.eval.zero_shot_classification.protocol",
     "medvl.train.tasks.pretraining",
     "medvl.train.recipe_files",
-    "medvl.models.dual_encoders.convirt",
 )
+"""What most recipes import, beside the systems."""
 
 _FORK = multiprocessing.get_context(
     "fork"
@@ -56,7 +59,7 @@ def _server() -> "subprocess.Popen[str]":
 
 def serve() -> None:
     """Answer requests until the end of the input."""
-    for name in LIGHT:
+    for name in (*LIGHT, *SYSTEMS.modules.values()):
         importlib.import_module(name)
     assert not _heavy()
     gc.freeze()

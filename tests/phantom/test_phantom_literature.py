@@ -260,6 +260,7 @@ def test_roco_has_the_files_of_the_release(roco_root: Path) -> None:
                 assert re.fullmatch(pattern, line), (table, line)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_roco_is_reproducible(roco_root: Path, tmp_path: Path) -> None:
     again = write_roco(
         tmp_path / "again", patients=PATIENTS, seed=SEED, size=SIZE, split=SPLIT, workers=2
@@ -356,6 +357,7 @@ def test_medicat_converter_reads_all_figures(
             assert source.pixels(position).std() > 5
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_medicat_is_reproducible(medicat_root: Path, tmp_path: Path) -> None:
     again = write_medicat(tmp_path / "again", patients=PATIENTS, seed=SEED, size=SIZE, workers=2)
     assert content(again) == content(medicat_root)

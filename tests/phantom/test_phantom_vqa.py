@@ -248,6 +248,7 @@ def test_slake_has_the_layout_and_fields_of_the_release(slake_root, deid):
     assert all(record.sample.image.is_file() for record in plan.records)
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("write", [write_vqa_rad, write_slake])
 def test_output_is_independent_of_workers_and_repetition(tmp_path, write):
     one = write(tmp_path / "one", patients=12, size=32, workers=1)

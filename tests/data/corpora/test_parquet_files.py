@@ -471,7 +471,8 @@ def test_figures_of_the_phantom_are_the_same_samples(tmp_path: Path, deid: Deide
 
 def test_questions_of_the_phantom_are_the_same_samples(tmp_path: Path, deid: Deidentifier) -> None:
     root = tmp_path / "vqa-rad"
-    cli.main(["phantom", "vqa-rad", "--out", str(root), "--patients", "6", "--size", "64"])
+    small = ["--patients", "6", "--size", "64", "--workers", "1"]
+    cli.main(["phantom", "vqa-rad", "--out", str(root), *small])
     own = VQARAD(root=root).plan(deid)
     as_parquet(
         own,
