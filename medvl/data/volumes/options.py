@@ -19,8 +19,8 @@ class VolumeFile:
     """What the tables of a corpus say about the file of a volume."""
 
     modality: str = "CT"
-    """Modality of files that state none (NIfTI, NumPy); conversion refuses series of another one.
-    Values of CT must be Hounsfield units.
+    """Modality of files that state none (NIfTI, NumPy, some DICOM); conversion refuses series of
+    another one. Values of CT must be Hounsfield units.
     """
     orientation: str | None = None
     """Directions of the axes of a file that states none, such as "RAS"; with `spacing`, of any."""

@@ -51,6 +51,7 @@ def read_original(
             max_oblique=options.max_oblique,
             folders=folders,
         )
+        volume = dataclasses.replace(volume, modality=volume.modality or file.modality)
     elif path.suffix == ".npz":
         volume = read_npz(
             path,

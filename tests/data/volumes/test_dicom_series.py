@@ -174,6 +174,12 @@ def test_series_in_one_folder_are_stacks(tmp_path):
     assert options.stored() == {**VolumeOptions().stored(), "stacks": "largest"}
 
 
+def test_series_without_a_modality_have_that_of_the_table(tmp_path):
+    write_series(tmp_path / "a", HU, Modality="")
+    file = VolumeFile(modality="MR")
+    assert read_original(tmp_path / "a", file, VolumeOptions(), ANYWHERE).modality == "MR"
+
+
 def test_derived_slices_are_read_where_asked(tmp_path):
     write_series(tmp_path / "a", HU, ImageType=["DERIVED", "SECONDARY", "REFORMATTED"])
     with raises(VolumeError, "empty", names="6 derived"):
