@@ -53,11 +53,18 @@ def read_original(
         )
         volume = dataclasses.replace(volume, modality=volume.modality or file.modality)
     elif path.suffix == ".npz":
+        if file.orientation is None or file.spacing is None:
+            raise VolumeError(
+                f"{path}: a NumPy archive states neither orientation nor spacing; convert it to "
+                "NIfTI",
+                "missing",
+                field="orientation",
+            )
         volume = read_npz(
             path,
             NPZ_ARRAY,
-            orientation=file.orientation or "",
-            spacing=file.spacing or (0, 0, 0),
+            orientation=file.orientation,
+            spacing=file.spacing,
             folders=folders,
         )
         volume = dataclasses.replace(volume, modality=file.modality)

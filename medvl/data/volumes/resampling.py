@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 
 from medvl.data.volumes.volume import AIR, Volume, padding_of, to_int16
-from medvl.errors import ConfigError
+from medvl.errors import ConfigError, VolumeError
 
 _UNFILTERED = 1.5
 """Ratio of spacings up to which no filter is needed."""
@@ -32,7 +32,8 @@ def resample_volume(volume: Volume, spacing: Sequence[float], *, antialias: bool
         The volume with its exact spacing, which differs from `spacing` by the rounding of sides.
 
     Raises:
-        ConfigError: "out_of_range" for `spacing`, or one that leaves a side without a voxel.
+        ConfigError: "out_of_range" for `spacing`.
+        VolumeError: "too_small" for a volume without a voxel at this spacing.
     """
     from scipy import ndimage
 
@@ -66,7 +67,7 @@ def resample_volume(volume: Volume, spacing: Sequence[float], *, antialias: bool
 
 
 def _sides_at(volume: Volume, spacing: Sequence[float]) -> tuple[tuple[float, ...], list[int]]:
-    """Return a spacing, and a volume's sides at it. Raises ConfigError as `resample_volume`."""
+    """Return a spacing, and a volume's sides at it. Raises as `resample_volume`."""
     goal = tuple(float(step) for step in spacing)
     if len(goal) != 3 or not all(0 < step < float("inf") for step in goal):
         raise ConfigError(
@@ -76,8 +77,11 @@ def _sides_at(volume: Volume, spacing: Sequence[float]) -> tuple[tuple[float, ..
         )
     sides = resampled_sides(volume.hu_DHW.shape, volume.spacing, goal)
     if min(sides) < 1:
-        raise ConfigError(
-            f"a spacing of {goal} mm leaves {sides} voxels", "out_of_range", field="spacing"
+        raise VolumeError(
+            f"expected a voxel or more along each axis at {goal} mm, got {sides}; leave the volume "
+            "out, or choose a smaller spacing",
+            "too_small",
+            field="spacing",
         )
     return goal, sides
 
@@ -86,7 +90,7 @@ def resample_labels(labels_DHW: np.ndarray, volume: Volume, spacing: Sequence[fl
     """Return labels on the grid of a volume as `resample_volume` resamples the volume: of each new
     voxel, those of the old one that holds its centre.
 
-    Raises ConfigError as `resample_volume`.
+    Raises as `resample_volume`.
     """
     _, sides = _sides_at(volume, spacing)
     places = [

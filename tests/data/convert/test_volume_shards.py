@@ -102,6 +102,15 @@ def test_series_of_another_modality_are_refused(scans):
     assert encode_stored_volume(scans[0], *options).fields["modality"] == "MR"  # states none
 
 
+def test_volumes_that_have_no_voxel_or_no_grid_are_skipped(scans, tmp_path):
+    thin = nibabel.Nifti1Image(np.full((20, 20, 2), 40, np.int16), np.diag([-1, -1, 0.6, 1]))
+    nibabel.save(thin, tmp_path / "thin.nii")
+    np.savez(tmp_path / "array.npz", ct=np.zeros((4, 4, 4), np.int16))
+    paths = [scans[0], tmp_path / "thin.nii", tmp_path / "array.npz"]
+    source = convert(paths, tmp_path / "out", spacing=(3, 15, 15))
+    assert dict(source.manifest.skipped) == {"too_small": 1, "missing": 1}
+
+
 def test_spacing_and_size_are_those_of_the_options(scans, tmp_path):
     source = convert(scans[:1], tmp_path / "out", spacing=(37.5, 11.25, 22.5), size=(8, 40, 12))
     expected = resample_volume(read_nifti(scans[0]), (37.5, 11.25, 22.5))

@@ -8,7 +8,7 @@ from helpers.volume_files import canonical
 
 from medvl.data.volumes.resampling import apply_window, crop_or_pad, resample_volume
 from medvl.data.volumes.volume import Volume
-from medvl.errors import ConfigError
+from medvl.errors import ConfigError, VolumeError
 
 
 def volume(array, spacing=(1.0, 1.0, 1.0)):
@@ -88,9 +88,11 @@ def test_windows():
 
 def test_wrong_settings_are_refused():
     source = volume(np.zeros((2, 2, 2)))
-    for spacing in ((1, 1), (1, 0, 1), (1, 1, float("nan")), (5, 1, 1)):
+    for spacing in ((1, 1), (1, 0, 1), (1, 1, float("nan"))):
         with raises(ConfigError, "out_of_range", "spacing"):
             resample_volume(source, spacing)
+    with raises(VolumeError, "too_small", "spacing"):
+        resample_volume(source, (5, 1, 1))
     for size in ((1, 1), (1, 0, 1)):
         with raises(ConfigError, "out_of_range", "size"):
             crop_or_pad(source, size)
