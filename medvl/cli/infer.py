@@ -145,9 +145,8 @@ def infer(
             f"no image could be read: {_counts(skipped)}; {advice}", "empty", field="images"
         )
     if model.gives in ("score", "value"):
-        print(
-            _uncalibrated(model, fitted, reason), file=sys.stderr
-        )  # the table on stdout stays one
+        # the table on stdout stays one
+        print(_uncalibrated(model, fitted, reason), file=sys.stderr)
     lines = [
         format_results(results, model.names, model.gives),
         *_notes(loaded, results, skipped, by_study),
