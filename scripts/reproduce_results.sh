@@ -63,7 +63,10 @@ if wanted choices; then
     $bin/medvl shards rexvqa --root quickstart/rexvqa --out quickstart/choices --short-side 160
     $bin/medvl vocab --data quickstart/choices/train --out quickstart/choice-words --kind words
     torchrun recipes/causal_lm_mimic.py choices
+    torchrun recipes/choices_finetune.py tiny
     evaluate multiple-choice quickstart/choice-results --checkpoint quickstart/causal-lm-choices/best \
+        --data quickstart/choices/test --train quickstart/choices/train
+    evaluate multiple-choice quickstart/choice-results-fusion --checkpoint quickstart/choices-run/best \
         --data quickstart/choices/test --train quickstart/choices/train
 fi
 if wanted reports; then

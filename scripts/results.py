@@ -91,7 +91,10 @@ TABLES = (
     Table(
         name="choices",
         corner="accuracy, four options",
-        columns={"causal language model": "choice-results"},
+        columns={
+            "causal language model": "choice-results",
+            "fusion-encoder": "choice-results-fusion",
+        },
         rows={
             "with its image": ("accuracy", "overall"),
             "text only": ("accuracy", "overall", "control: text_only"),
