@@ -544,7 +544,7 @@ def embed(
     Args:
         checkpoint: a run or a checkpoint, such as runs/convirt, or hf-hub:OWNER/NAME.
         data: folders of shards, or folders with one for each split; or DICOM, JPEG and PNG files,
-            and folders with them.
+            and folders with them; for a model of volumes, NIfTI files and DICOM series.
         out: file that ends in .parquet.
         pooled: write the pooled vector of the image encoder, which `medvl eval probe` reads,
             instead of the vector that is compared with texts. Other systems than dual-encoders

@@ -40,13 +40,15 @@ from medvl.data.shards.format import MANIFEST
 from medvl.data.shards.source import ShardSource
 from medvl.data.storage.webdataset_tars import is_tar_pattern
 from medvl.data.transforms.image import EvalTransform
+from medvl.data.volumes.transform import embedded_parts
 from medvl.errors import ConfigError, EvaluationError, ImageError, ShardError
 from medvl.eval.core.open import open_for_evaluation, open_source, resolve_device
 from medvl.eval.core.results import checkpoint_sha256
-from medvl.inference.folder import find_images, image_name, read_files
+from medvl.inference.folder import find_images, find_volumes, image_name, read_files
 from medvl.inference.models import batches, open_model
+from medvl.inference.volumes import reads_volumes
 from medvl.models.base import System, evaluating
-from medvl.models.downstream.classifier import image_encoder_of
+from medvl.models.downstream.classifier import pooled_encoder_of
 from medvl.models.dual_encoders.bases.base import DualEncoder
 
 FORMAT = 1
@@ -99,7 +101,7 @@ def embed(
         checkpoint: what `medvl.load` takes.
         data: folders of shards, folders with such folders (one for each split), or webdataset
             tars; or image files and folders with them, as `medvl.inference.find_images` finds
-            them.
+            them; for a model of volumes, NIfTI files and folders of DICOM series.
         out: file that ends in .parquet.
         pooled: write the pooled vector for dual-encoders too, as `medvl eval probe` reads it.
         patches: write the patches of the image encoder, (P, D), too.
@@ -125,7 +127,7 @@ def embed(
     model = open_model(checkpoint).to(resolve_device(device)).eval()
     reads_pooled = pooled or not isinstance(model, DualEncoder)
     if reads_pooled or patches:
-        image_encoder_of(model)  # raises for a model without one
+        pooled_encoder_of(model)  # raises for a model without one
     images = _open(data, model, batch=batch, workers=workers, frame=frame, modality=modality)
     identity = {
         "format": FORMAT,
@@ -175,8 +177,8 @@ class _Batch:
 
     stop: int
     rows: Sequence[_Row]
-    image_BCHW: Tensor | None
-    """None where all images were skipped."""
+    images: tuple[Tensor, ...] | None
+    """`Batch.embedded`; None where all images were skipped."""
     skipped: Mapping[str, int]
 
 
@@ -233,7 +235,7 @@ class _ShardImages:
             stop = min(first + self._batch, len(self))
             skipped = Counter(loader.skipped)
             rows = self._rows(batch.keys, first, stop)
-            yield _Batch(stop, rows, batch.image_BCHW, skipped - before)
+            yield _Batch(stop, rows, batch.embedded, skipped - before)
             before = skipped
         if stop < len(self):  # batches at the end without any image
             yield _Batch(len(self), [], None, Counter(loader.skipped) - before)
@@ -264,7 +266,7 @@ class _FileImages:
         frame: int | None,
         modality: Sequence[str],
     ) -> None:
-        self._paths = find_images(paths)
+        self._paths = find_volumes(paths) if reads_volumes(model) else find_images(paths)
         self._model = model
         self._batch = batch
         self._frame = frame
@@ -292,12 +294,18 @@ class _FileImages:
                 for path, one in zip(paths, pixels, strict=True)
                 if not isinstance(one, str)
             ]
-            image_BCHW = next(batches(self._model, readable, len(readable))) if readable else None
+            images = None
+            if readable:
+                images = embedded_parts(next(batches(self._model, readable, len(readable))))
             skipped = Counter(one for one in pixels if isinstance(one, str))
-            yield _Batch(first + len(paths), rows, image_BCHW, skipped)
+            yield _Batch(first + len(paths), rows, images, skipped)
 
 
 def _digest(path: Path) -> str:
+    """Return the hash of a file, or of the files of a series."""
+    if path.is_dir():
+        digests = [_digest(file) for file in sorted(path.iterdir()) if file.is_file()]
+        return hashlib.sha256(" ".join(digests).encode()).hexdigest()
     try:
         with ANYWHERE.open(path, ImageError) as file:  # sha256 would wait for a pipe's writer
             digest = hashlib.sha256()
@@ -360,17 +368,17 @@ class _Encoder:
         self._with_patches = with_patches
         self.patches: dict[str, Any] | None = None
 
-    def __call__(self, image_BCHW: Tensor) -> dict[str, np.ndarray]:
+    def __call__(self, images: tuple[Tensor, ...]) -> dict[str, np.ndarray]:
         """Return float32 rows by the name of their column."""
-        image_BCHW = image_BCHW.to(self._model.device)
+        images = tuple(each.to(self._model.device) for each in images)
         vectors: dict[str, Tensor] = {}
         with evaluating(self._model):
             if self._pooled or self._with_patches:
-                features = image_encoder_of(self._model)(image_BCHW)
+                features = pooled_encoder_of(self._model)(images[0])
                 vectors["embedding"] = features.pooled_BD
             if not self._pooled:
                 assert isinstance(self._model, DualEncoder)
-                vectors["embedding"] = self._model.encode_image(image_BCHW)
+                vectors["embedding"] = self._model.encode_image(*images)
         if self._with_patches:
             grid = None if features.grid is None else list(features.grid)
             self.patches = {"shape": list(features.patches_BPD.shape[1:]), "grid": grid}
@@ -395,8 +403,8 @@ def _write_parts(parts: Path, images: _Images, encode: _Encoder, *, progress: bo
     with tqdm(total=len(images), initial=start, unit="img", disable=hidden) as bar:
         for batch in images.batches(start):
             skipped.update(batch.skipped)
-            if batch.image_BCHW is not None:
-                vectors = encode(batch.image_BCHW)
+            if batch.images is not None:
+                vectors = encode(batch.images)
                 tables.append(_table(batch.rows, images.label_names, vectors))
                 size += sum(vector.nbytes for vector in vectors.values())
             full = batch.stop - first >= _PART_ROWS or size >= _PART_BYTES

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from helpers.contrastive_systems import fvlm
@@ -21,6 +22,7 @@ from medvl.eval.core.full_pass import _pool_slices
 from medvl.eval.core.open import open_for_evaluation
 from medvl.eval.probing.features import ProbedEncoder, encode_features
 from medvl.eval.zero_shot_classification.protocol import predict, zero_shot
+from medvl.inference import embed
 from medvl.models.checkpoint import save
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.phantom.population.volumes import CT_FINDINGS
@@ -160,6 +162,13 @@ def test_a_probe_reads_the_vectors_of_volumes(
     with torch.no_grad():
         expected_1D = model.image_encoder(model.transform([whole])).pooled_BD
     torch.testing.assert_close(table.x_ND[3:4], expected_1D, rtol=0, atol=1e-5)
+    series = parts[0].parents[1]  # the original files
+    for name, data, count in (("shards", folder, 2 * PATIENTS), ("files", series / "nifti", 8)):
+        embed(run, [data], tmp_path / f"{name}.parquet", pooled=name == "shards", workers=0)
+        rows = pyarrow.parquet.read_table(tmp_path / f"{name}.parquet")["embedding"].to_pylist()
+        assert len(rows) == count
+        if name == "shards":
+            torch.testing.assert_close(torch.tensor(rows), table.x_ND, rtol=0, atol=1e-5)
     with raises(ConfigError, "unsupported", "checkpoint"):
         ProbedEncoder.from_model(fvlm(), name="fvlm")
 

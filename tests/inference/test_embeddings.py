@@ -170,11 +170,11 @@ def test_a_killed_command_continues_to_the_same_bytes(
     encode = module._Encoder.__call__
     calls = []
 
-    def killed(self: Any, image_BCHW: torch.Tensor) -> Any:
-        calls.append(len(image_BCHW))
+    def killed(self: Any, images: tuple[torch.Tensor, ...]) -> Any:
+        calls.append(len(images[0]))
         if len(calls) > stop:
             raise KeyboardInterrupt
-        return encode(self, image_BCHW)
+        return encode(self, images)
 
     monkeypatch.setattr(module._Encoder, "__call__", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -182,9 +182,9 @@ def test_a_killed_command_continues_to_the_same_bytes(
     assert not cut.exists()
     calls.clear()
 
-    def counted(self: Any, image_BCHW: torch.Tensor) -> Any:
-        calls.append(len(image_BCHW))
-        return encode(self, image_BCHW)
+    def counted(self: Any, images: tuple[torch.Tensor, ...]) -> Any:
+        calls.append(len(images[0]))
+        return encode(self, images)
 
     monkeypatch.setattr(module._Encoder, "__call__", counted)
     embed(checkpoints[0], [shards / "train"], cut, **arguments)

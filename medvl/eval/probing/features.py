@@ -30,12 +30,11 @@ from medvl.data.loading.sources import color_for
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, VolumeEncoder, create_image_encoder
 from medvl.encoders.pretrained import Pretrained, weights_sha256
-from medvl.errors import ConfigError, EvaluationError
+from medvl.errors import EvaluationError
 from medvl.eval.core.full_pass import FullPass, Loader, Source, column, samples_by_key
 from medvl.eval.core.metrics import Array
 from medvl.models.base import System, evaluating
-from medvl.models.downstream.classifier import FROZEN_NOTE, image_encoder_of
-from medvl.models.volumes.base import VolumeDualEncoder
+from medvl.models.downstream.classifier import FROZEN_NOTE, pooled_encoder_of
 from medvl.schema import Batch, Sample
 
 
@@ -70,7 +69,7 @@ class ProbedEncoder:
                     .to(model.device)
                 )
             name = f"{name}, random weights"
-        module = _encoder_of(model)
+        module = pooled_encoder_of(model)
         note = FROZEN_NOTE if module.is_frozen and not random else ""
         return cls(name=name, module=module, transform=model.transform, note=note)
 
@@ -106,20 +105,6 @@ class ProbedEncoder:
     def sha256(self) -> str:
         """Hash of the weights and settings of the encoder."""
         return weights_sha256(self.module, self.module.config)
-
-
-def _encoder_of(model: System) -> ImageEncoder | VolumeEncoder:
-    if not isinstance(model, VolumeDualEncoder):
-        return image_encoder_of(model)
-    if not model.trains_pooled:
-        raise ConfigError(
-            f"{model.name} trains the patches of its encoder, not the vector of a volume that a "
-            "probe reads; give another checkpoint",
-            "unsupported",
-            field="checkpoint",
-        )
-    encoder: VolumeEncoder = model.image_encoder
-    return encoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,6 +21,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import (
     ImageEncoder,
+    VolumeEncoder,
     create_image_encoder,
     freeze_batch_norm_statistics,
     parameter_groups,
@@ -268,6 +269,25 @@ def image_encoder_of(model: System) -> ImageEncoder:
     if encoder is None:
         raise ConfigError(
             f"{model.name} has no image encoder for pixels", "unsupported", field="image_encoder"
+        )
+    return encoder
+
+
+def pooled_encoder_of(model: System) -> ImageEncoder | VolumeEncoder:
+    """Return the encoder of images or volumes of a system, whose pooled vector the system trains.
+
+    Raises ConfigError as `image_encoder_of`, and for systems that train patches of volumes alone.
+    """
+    of_volumes = (module for module in model.modules() if isinstance(module, VolumeEncoder))
+    encoder = next(of_volumes, None)
+    if encoder is None:
+        return image_encoder_of(model)
+    if not getattr(model, "trains_pooled", True):
+        raise ConfigError(
+            f"{model.name} trains the patches of its encoder, not the encoder's vector of a "
+            "volume; give another checkpoint",
+            "unsupported",
+            field="checkpoint",
         )
     return encoder
 
