@@ -8,6 +8,9 @@
     medvl train continue_pairs --init-from imported/biomedclip    # from a checkpoint
     medvl train continue_pairs lit                    # the image encoder as it is
     medvl train continue_pairs lora                   # and low-rank updates of the text encoder
+    medvl regions --data shards/ours/train --detector grid:efficientnet_lite2 --weights published \\
+        --image-size 260 --fit squash --all-tokens --name lite2
+    medvl train continue_pairs heads                  # two linear maps, on these features
     medvl train continue_pairs paraphrases --data.text.file paraphrases.json
     medvl train continue_pairs tiny                   # data of `medvl phantom quickstart`
 
@@ -19,7 +22,8 @@ Preset `paper`: EfficientNet-Lite0 of ImageNet is trained whole, all layers of M
 Preset `lit`: the image encoder is frozen and the text encoder is trained (LiT, Zhai et al., arXiv
 2111.07991). Preset `lora`: the text encoder's weights stay too, and low-rank updates of its
 attention are trained; `--model.frozen-image-layers 0 --model.lora-image 8` does the same with a
-vision Transformer. Preset `paraphrases`: for texts that recur, such as keywords; phrases are replaced by
+vision Transformer. Preset `heads`: linear maps of both frozen encoders, from stored
+features: seconds on a CPU. Preset `paraphrases`: for texts that recur, such as keywords; phrases are replaced by
 others of a file, and positives come from the labels of the shards (UniCL), so that prompts in other
 words are understood. Preset `tiny` continues the quickstart's ConVIRT at a lower rate. It shows the
 steps: on the data of its start nothing is to be gained (mean AUROC of the five competition findings
@@ -43,7 +47,7 @@ alone bring prompts in other words from 0.713 to 0.819, those in the same words 
 import dataclasses
 from pathlib import Path
 
-from medvl.data import ConVIRTAugmentation, Paraphrases, WholeText
+from medvl.data import ConVIRTAugmentation, EvalTransform, Paraphrases, WholeText
 from medvl.eval import ZeroShotEval
 from medvl.models import ConVIRTConfig
 from medvl.train import (
@@ -107,6 +111,25 @@ lora = dataclasses.replace(
     model=dataclasses.replace(MODEL, frozen_image_layers=-1, frozen_text_layers=0, lora_text=8),
     train=dataclasses.replace(paper.train, run_dir=Path("runs/continue-lora")),
 )
+heads = dataclasses.replace(
+    paper,
+    model=dataclasses.replace(
+        MODEL,
+        image_encoder="efficientnet_lite2",
+        image_size=260,
+        frozen_image_layers=-1,
+        hidden_dim=0,
+        feature_dropout=0.5,
+        projection_dim=256,
+    ),
+    data=dataclasses.replace(
+        paper.data, image=EvalTransform(size=260, fit="squash"), image_features="lite2"
+    ),
+    optim=dataclasses.replace(paper.optim, lr=3e-3, schedule=Cosine(warmup_steps=20)),
+    train=dataclasses.replace(
+        paper.train, run_dir=Path("runs/continue-heads"), epochs=12, global_batch=128
+    ),
+)
 paraphrases = dataclasses.replace(
     paper,
     model=dataclasses.replace(MODEL, positives="labels"),
@@ -139,7 +162,14 @@ tiny = dataclasses.replace(
     ),
 )
 
-PRESETS = {"paper": paper, "lit": lit, "lora": lora, "paraphrases": paraphrases, "tiny": tiny}
+PRESETS = {
+    "paper": paper,
+    "lit": lit,
+    "lora": lora,
+    "heads": heads,
+    "paraphrases": paraphrases,
+    "tiny": tiny,
+}
 CONTINUES = True
 MAKE_DATA = (
     "medvl shards table --table rows.csv --image-column path --patient-column patient "

@@ -41,7 +41,9 @@ class ConVIRTConfig(BertDualConfig, AlteredTextConfig, LabelMapConfig):
     """
 
     hidden_dim: int | None = None
-    """Hidden width of both heads; None: the width of their input."""
+    """Hidden width of both heads; None: the width of their input; 0: linear heads."""
+    feature_dropout: float = 0.0
+    """Dropout of the image encoder's output before its head, for heads on a frozen encoder."""
     text_pool: Literal["max", "mean"] = "max"
     """Pooling of tokens; the mean is used by an unofficial re-implementation."""
     frozen_text_layers: int = 6
@@ -57,9 +59,10 @@ class ConVIRTConfig(BertDualConfig, AlteredTextConfig, LabelMapConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_within(self, "(0, inf)", "temperature", "hidden_dim", "label_map_sharpness")
+        check_within(self, "(0, inf)", "temperature", "label_map_sharpness")
+        check_within(self, "[0, inf)", "hidden_dim")
         check_within(self, "[0, 1]", "image_weight")
-        check_within(self, "[0, 1)", "patch_dropout")
+        check_within(self, "[0, 1)", "patch_dropout", "feature_dropout")
         check_within(self, "[0, inf)", "label_map_weight")
 
 
@@ -85,13 +88,14 @@ class ConVIRT(DualEncoder):
     def make_heads(
         cls, config: ConVIRTConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, nn.Module]:
+        def head(width: int) -> nn.Module:
+            if config.hidden_dim == 0:
+                return nn.Linear(width, config.projection_dim)
+            return projection_head(width, config.projection_dim, config.hidden_dim)
+
         return {
-            "image_head": projection_head(
-                image_encoder.feature_dim, config.projection_dim, config.hidden_dim
-            ),
-            "text_head": projection_head(
-                text_encoder.feature_dim, config.projection_dim, config.hidden_dim
-            ),
+            "image_head": head(image_encoder.feature_dim),
+            "text_head": head(text_encoder.feature_dim),
         }
 
     def embed_pairs(self, batch: Batch) -> Pairs:
@@ -109,11 +113,17 @@ class ConVIRT(DualEncoder):
             raise ConfigError(message, "conflict", field="label_map_weight")
         texts = self.embed_ids(*self.text_inputs(batch))  # first: packing waits for the device
         features = self.image_features(batch)
-        global_BE = F.normalize(self.image_head(features.pooled_BD).float(), dim=-1)
+        global_BE = self._project(features.pooled_BD)
         cells_BPE = None
         if with_cells:
-            cells_BPE = F.normalize(self.image_head(features.patches_BPD).float(), dim=-1)
+            assert features.patches_BPD is not None, "cells are as wide as the vector"
+            cells_BPE = self._project(features.patches_BPD)
         return Pairs(images=Embeddings(global_BE, cells_BPE), texts=texts)
+
+    def _project(self, features: Tensor) -> Tensor:
+        """Return the unit vectors of features (..., D) of a training batch, with dropout."""
+        kept = F.dropout(features, self.config.feature_dropout, self.training)
+        return F.normalize(self.image_head(kept).float(), dim=-1)
 
     def text_scores(self, images: Embeddings, texts: Embeddings) -> Tensor:
         """Return (B, M, P): the log-odds of every text in the cells of every image."""

@@ -362,3 +362,28 @@ def test_features_of_other_weights_and_without_a_class_token_are_refused(shards:
         with raises(ConfigError, "mismatch", "data.image_features") as caught:
             opened(shards, model, image_features=name)
         assert f"other {differing} than" in str(caught.value)
+
+
+def test_linear_heads_with_dropout_of_stored_features(shards: Path) -> None:
+    """The vectors of images are those of the linear head behind torch's dropout, in training
+    alone.
+    """
+    settings = {"hidden_dim": 0, "feature_dropout": 0.5, "label_map_weight": 0.0}
+    model = make_model("convirt", **settings)
+    batch = next(iter(opened(shards, model, image_features="convirt").train))
+    features = model.image_features(batch).pooled_BD
+    head = model.image_head
+    assert isinstance(head, torch.nn.Linear)
+    assert isinstance(model.text_head, torch.nn.Linear)
+    torch.manual_seed(1)
+    kept = torch.nn.functional.dropout(features, 0.5)
+    model.train()
+    model.text_encoder.eval()  # it draws too
+    torch.manual_seed(1)
+    expected = torch.nn.functional.normalize(kept @ head.weight.T + head.bias, dim=-1)
+    torch.testing.assert_close(model.embed_pairs(batch).images.global_NE, expected)
+    model.eval()
+    whole = torch.nn.functional.normalize(head(features), dim=-1)
+    torch.testing.assert_close(model.embed_pairs(batch).images.global_NE, whole)
+    with raises(ConfigError, "out_of_range", "feature_dropout"):
+        make_model("convirt", feature_dropout=1.0)
