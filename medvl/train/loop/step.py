@@ -305,7 +305,7 @@ class Step:
             counts = [counts_K for _, counts_K in pairs]
         sum_K = self.model.ranks.sum(torch.stack(counts).sum(dim=0))
         if self._rewards is not None:
-            _, tokens, seconds = sum_K.tolist()
+            *_, tokens, seconds = sum_K.tolist()
             self._rewards.spend(tokens, seconds / self.model.ranks.size)
         mean_K = sum_K / (count * self.model.ranks.size)
         return [dataclasses.replace(batch, mean_counts_K=mean_K) for batch in on_device]

@@ -31,8 +31,10 @@ from medvl import losses
 from medvl.common.config_io import check_choice, check_within
 from medvl.common.seeding import derive
 from medvl.errors import ConfigError
+from medvl.losses.common import mean_of
 from medvl.losses.policy import log_probabilities, text_entropy, token_log_probabilities
 from medvl.models.base import evaluating, update_mean, zero_loss
+from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.report_generators.base import IGNORED, ReportGenerator
 from medvl.models.text_decoding import Decoding, Generated, NextToken, search
 from medvl.schema import Batch, Losses
@@ -61,6 +63,10 @@ class RewardConfig:
     """Weight of the distance of `group` to the model at the start of the run, of which a copy is
     held; 0.04 in CXRMate-2.
     """
+    word_weight: float = 0.0
+    """Weight of the loss of words of the true reports, beside that of the sampled texts (Paulus et
+    al., arXiv 1705.04304, equation 16).
+    """
     seed: int = 0
     """Seed of sampling."""
     token_budget: int | None = None
@@ -72,7 +78,7 @@ class RewardConfig:
         check_choice(self.method, ("self_critical", "group"), "method")
         check_within(self, "[1, inf)", "samples")
         check_within(self, "(0, inf)", "temperature", "token_budget", "second_budget")
-        check_within(self, "[0, inf)", "entropy_weight", "reference_weight")
+        check_within(self, "[0, inf)", "entropy_weight", "reference_weight", "word_weight")
         for name in self.weights:
             check_choice(name, REWARDS, "weights")
         if not self.used:
@@ -143,8 +149,9 @@ class RewardTask:
     def sample(self, batch: Batch, step: int) -> tuple[Batch, Tensor]:
         """Sample texts for the images of a batch.
 
-        Returns the batch with these texts and their advantages, and (3,) float32: how many texts
-        or tokens its loss is a sum over, its sampled tokens, and the seconds that this took.
+        Returns the batch with these texts and their advantages, and (4,) float32: how many texts
+        or tokens its loss is a sum over, the words of its true reports, its sampled tokens, and the
+        seconds that this took.
         """
         started = time.perf_counter()
         config = self.config
@@ -155,7 +162,7 @@ class RewardTask:
         if not len(row_K):
             ids_NT = batch.ids_BT.new_zeros(0, 1)
             none = torch.zeros(4, device=device)
-            return _with_texts(batch, ids_NT, ids_NT.bool(), none[:0], none), none[:3]
+            return _with_texts(batch, ids_NT, ids_NT.bool(), none[:0], none), none
         kept = batch.rows(row_K.tolist())
         numbers_NT = uniform_numbers(
             config.seed, step, kept.keys, config.samples, model.longest_text
@@ -196,7 +203,7 @@ class RewardTask:
         texts = torch.tensor(float(len(sampled.ids_NT)), device=device)
         seconds = torch.tensor(time.perf_counter() - started, device=device)
         count = tokens if config.method == "group" else texts
-        return batch, torch.stack([count, tokens, seconds])
+        return batch, torch.stack([count, model.loss_counts(kept)[0], tokens, seconds])
 
     def spend(self, tokens: float, seconds: float) -> None:
         """Count the tokens and seconds of an update, over all ranks."""
@@ -207,8 +214,9 @@ class RewardTask:
         """Return the losses of the sampled texts of a batch: one pass over them in eval mode, with
         gradients.
 
-        "policy" is minimised. For the log: "reward", "baseline" (reward of the greedy texts),
-        "tokens" and "ended" (of sampled texts), "entropy" in nats, and with a reference "distance".
+        "policy" is minimised, and with a weight "words". For the log: "reward", "baseline" (reward
+        of the greedy texts), "tokens" and "ended" (of sampled texts), "entropy" in nats, and with a
+        reference "distance".
         """
         config = self.config
         ids_NT = batch.sampled_ids_NT
@@ -224,18 +232,20 @@ class RewardTask:
         if not len(ids_NT):
             zero = zero_loss(model)
             log |= {"entropy": nothing, **({} if self._start is None else {"distance": nothing})}
+            log |= {"words": nothing} if config.word_weight else {}
             return Losses(zero, {"policy": zero, **log})
         # Sampled texts are not rows of the batch.
         images = _with_texts(batch, None, None, None, None)
         kept = images.rows(model.trained_rows(batch).tolist())
         with evaluating(model, gradients=True):
-            log_NTV = self._log_probabilities(model, kept, ids_NT)
+            prefix = model.read(kept)
+            log_NTV = self._log_probabilities(model, prefix, ids_NT)
         if config.method == "group":
             logp_NT = token_log_probabilities(log_NTV, ids_NT, mask_NT)
             reference_NT = None
             if self._start is not None:
                 with torch.no_grad():
-                    start_NTV = self._log_probabilities(self._start, kept, ids_NT)
+                    start_NTV = self._log_probabilities(self._start, self._start.read(kept), ids_NT)
                     reference_NT = token_log_probabilities(start_NTV, ids_NT, mask_NT)
                     log["distance"] = (logp_NT - reference_NT).sum() / mask_NT.sum()
             # One update of each text: the policy that sampled is the one that is trained.
@@ -256,12 +266,16 @@ class RewardTask:
         with torch.no_grad():
             log["entropy"] = text_entropy(log_probabilities(log_NTV, mask_NT), mask_NT).mean()
         mean = update_mean(batch, loss * count, count)
-        return Losses(mean, {"policy": mean, **log})
+        if not config.word_weight:
+            return Losses(mean, {"policy": mean, **log})
+        with evaluating(model, gradients=True):
+            words = _word_loss(model, kept, prefix)
+        return Losses(mean + config.word_weight * words, {"policy": mean, "words": words, **log})
 
-    def _log_probabilities(self, model: ReportGenerator, kept: Batch, ids_NT: Tensor) -> Tensor:
+    def _log_probabilities(self, model: ReportGenerator, prefix: Tokens, ids_NT: Tensor) -> Tensor:
         """(N, T, V): log-probabilities of the words of sampled texts."""
         row_N = torch.arange(len(ids_NT), device=ids_NT.device) // self.config.samples
-        scores_NTV = model.score_words(ids_NT, model.read(kept).rows(row_N))
+        scores_NTV = model.score_words(ids_NT, prefix.rows(row_N))
         return policy(scores_NTV, self.config.temperature, model.never_written())
 
     def _rewards(
@@ -287,6 +301,14 @@ class RewardTask:
         ended = greedy.ended_B.tolist()
         baseline_RB = text_rewards(names, texts, references, ended, config.text_encoder)
         return reward_RN, baseline_RB.to(device)
+
+
+def _word_loss(model: ReportGenerator, batch: Batch, prefix: Tokens) -> Tensor:
+    """(): mean loss of the words of true reports, over an update as `update_mean`."""
+    ids_BT, target_BT = model.words_and_targets(batch)
+    mean_K = batch.mean_counts_K
+    count = (target_BT != IGNORED).sum() if mean_K is None else mean_K[1]
+    return mean_of(model.word_loss(ids_BT, target_BT, prefix), count)
 
 
 def _with_texts(

@@ -206,10 +206,14 @@ def test_numbers_depend_on_seed_step_key_and_text_alone() -> None:
 def test_the_loss_is_that_of_the_sampled_texts(
     tokenizer: Tokenizer, name: str, method: Any
 ) -> None:
-    config = RewardConfig(method=method, samples=3, temperature=1.5, entropy_weight=0.1)
+    word_weight = 0.3 if method == "group" else 0.0
+    config = RewardConfig(
+        method=method, samples=3, temperature=1.5, entropy_weight=0.1, word_weight=word_weight
+    )
     model = generator(tokenizer, name)
     task = RewardTask(config, model)
-    batch, (count, tokens, _) = task.sample(study(tokenizer, has_image_B=flags(1, 0, 1, 1)), 0)
+    given = study(tokenizer, has_image_B=flags(1, 0, 1, 1))
+    batch, (count, words, tokens, _) = task.sample(given, 0)
     assert batch.sampled_ids_NT is not None
     assert batch.sampled_mask_NT is not None
     assert batch.advantage_N is not None
@@ -237,12 +241,14 @@ def test_the_loss_is_that_of_the_sampled_texts(
     torch.testing.assert_close(result.terms["entropy"], entropy.detach(), rtol=1e-4, atol=1e-5)
     if method == "group":
         assert count == tokens
-        expected = total / count
+        expected = total / count + word_weight * model(given).total
     else:
         assert count == 9
         expected = total / 9 - 0.1 * entropy
     torch.testing.assert_close(result.total, expected, rtol=1e-4, atol=1e-5)
-    assert set(result.terms) == {"policy", "reward", "baseline", "tokens", "ended", "entropy"}
+    assert words == model.loss_counts(given)
+    terms = {"policy", "reward", "baseline", "tokens", "ended", "entropy"}
+    assert set(result.terms) == terms | ({"words"} if word_weight else set())
 
 
 def test_the_baseline_is_the_greedy_text(tokenizer: Tokenizer) -> None:
@@ -265,7 +271,7 @@ def test_the_baseline_is_the_greedy_text(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("method", ["self_critical", "group"])
 def test_micro_batches_equal_the_whole_batch(tokenizer: Tokenizer, method: Any) -> None:
     found = []
-    rewards = RewardConfig(method=method, samples=2, entropy_weight=0.0)
+    rewards = RewardConfig(method=method, samples=2, entropy_weight=0.0, word_weight=0.5)
     for rows in ([[0, 1, 2, 3]], [[0], [1, 2, 3]]):
         model = generator(tokenizer)
         batch = study(tokenizer, has_image_B=flags(1, 1, 1, 0))
@@ -359,7 +365,8 @@ def ranks_step(method: str, ranks: int) -> list[Tensor]:
     batch = study(tokenizer, has_image_B=flags(1, 0, 1, 1))
     rank = dist.get_rank() if ranks > 1 else 0
     world = RankInfo(rank=rank, size=ranks, local_size=ranks, device=torch.device("cpu"))
-    config = RewardConfig(method=method, samples=2, weights={"ngrams": 1.0})  # type-checked as text
+    weights = {"ngrams": 1.0}
+    config = RewardConfig(method=method, samples=2, weights=weights, word_weight=0.5)
     task = RewardTask(config, model)
     parallel = DDPModel(model, world)
     step = step_of(parallel, optim(optimizer="sgd", momentum=0.0), ranks=world, rewards=task)
