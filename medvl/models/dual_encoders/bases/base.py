@@ -120,8 +120,9 @@ class AlteredTextConfig(DualEncoderConfig):
     denial_weight: float = 0.0
     """The same for each text that names a finding, and the same text with its findings denied
     (`medvl.data.reports.denials`), which images that contradict the text prefer. Other texts of the
-    batch seldom differ by a "no" alone. Use it with texts of single sentences: with whole reports
-    it does not help.
+    batch seldom differ by a "no" alone. 0, the default: with whole impressions of the phantom and
+    weight 1, ConVIRT of 250 steps preferred the right one of a statement and its denial less often
+    (0.548, without 0.571; validation). Single sentences are untested.
     """
 
     def __post_init__(self) -> None:
