@@ -23,7 +23,7 @@ Preset `lit`: the image encoder is frozen and the text encoder is trained (LiT, 
 2111.07991). Preset `lora`: the text encoder's weights stay too, and low-rank updates of its
 attention are trained; `--model.frozen-image-layers 0 --model.lora-image 8` does the same with a
 vision Transformer. Preset `heads`: linear maps of both frozen encoders, from stored
-features: seconds on a CPU. Preset `paraphrases`: for texts that recur, such as keywords; phrases are replaced by
+features. Preset `paraphrases`: for texts that recur, such as keywords; phrases are replaced by
 others of a file, and positives come from the labels of the shards (UniCL), so that prompts in other
 words are understood. Preset `tiny` continues the quickstart's ConVIRT at a lower rate. It shows the
 steps: on the data of its start nothing is to be gained (mean AUROC of the five competition findings
