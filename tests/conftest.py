@@ -32,6 +32,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from helpers import blank_plots
 from helpers.learning import SEEDS, shift_seeds
 from helpers.mimic_files import IMAGES, LABELS, REPORTS, textured, write_csv_gz
 from helpers.object_store import Bucket, Proxy, proxied
@@ -251,8 +252,7 @@ def _plots_are_not_drawn() -> Iterator[None]:
     """Drawing takes longer than all else of a page: tests/eval/html draws every plot; the others
     make the figures, and write a picture without them.
     """
-    files = {"svg": b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>', "pdf": b"-"}
-    with mock.patch.object(plots, "_save", lambda figure, kind: files[kind]):
+    with mock.patch.object(plots, "_save", blank_plots.save):
         yield
 
 

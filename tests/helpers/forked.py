@@ -23,6 +23,8 @@ from unittest import mock
 
 import torch
 
+from helpers import blank_plots
+
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     [
@@ -194,6 +196,8 @@ def _prepare(
         _handle_signals_on_the_usual_stack()
     os.environ.clear()
     os.environ.update(environment)
+    if blank_plots.DRAWN not in environment:
+        blank_plots.draw_none()
     os.chdir(folder)
     torch.set_num_threads(1)
     # the default of this system, not that of the fork server

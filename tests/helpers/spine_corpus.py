@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pydicom
 
-from helpers import forked
+from helpers import blank_plots, forked
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "convirt_mimic.py"
 PATIENTS, SEED, SIZE = 22, 10, 96
@@ -94,8 +94,8 @@ class Spine:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of every command: one thread."""
-        return {**os.environ, "OMP_NUM_THREADS": "1"}
+        """Of every command: one thread, and plots as users have them."""
+        return {**os.environ, "OMP_NUM_THREADS": "1", blank_plots.DRAWN: "1"}
 
     def recipe(self, run_dir: Path, **changes: object) -> list[str]:
         """The ConVIRT recipe on this corpus, as small as its options go; every setting that
