@@ -312,9 +312,9 @@ def letter_recipes(
     first writes the options' texts, and the second starts from its result.
 
     The language model has larger initial weights, about 1 / sqrt(width). With the 0.02 of
-    `transformers`, made for widths near 1,000, its attention stays nearly uniform: it reads no
-    order of options, and the loss of letters stays at ln 4, even on 32 questions in 160 steps, or
-    where the prompt names the right option. With 0.1, it knows 32 questions after 40 steps.
+    `transformers`, made for widths near 1,000, the loss of letters stays at ln 4, even on 32
+    questions in 160 steps, or where the prompt names the right option; its attention may be too
+    uniform to tell options apart. With 0.1, it knows 32 questions after 40 steps.
 
     Args:
         reports: its preset of reports (`report_recipe`).
