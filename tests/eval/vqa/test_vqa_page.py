@@ -39,8 +39,8 @@ from medvl.eval.vqa.evaluation import QuestionAnswering, write_vqa_page
 from medvl.eval.vqa.examples import choose_examples, explain
 from medvl.eval.vqa.predictions import Prediction, answer_questions, question_data
 from medvl.models import VQA, save
+from medvl.models.downstream.vqa.attention import question_attention
 from medvl.models.downstream.vqa.decoder import DecoderConfig
-from medvl.models.downstream.vqa.model import question_attention
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>&"
 ANSWERS = ("yes", "no", "left", "right", "two")
