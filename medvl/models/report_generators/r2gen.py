@@ -270,7 +270,7 @@ class R2Gen(ReportGenerator):
         return cls(config, image_encoder, words, transform=transform, tokenizer=tokenizer)
 
     def read(self, batch: Batch) -> Tokens:
-        if self.config.views == 1 or batch.other_views_BVCHW is None:
+        if batch.other_views_BVCHW is None:
             return self.image_tokens(batch.image_BCHW)
         has_other_BV = batch.has_other_view_BV
         return self.image_tokens(
@@ -282,9 +282,11 @@ class R2Gen(ReportGenerator):
     def image_tokens(
         self, image: Tensor, other: Tensor | None = None, has_other_B: Tensor | None = None
     ) -> Tokens:
-        """Encode images, and other views of them where `has_other_B` is True (None: everywhere)."""
+        """Encode images, and with two `views` the others where `has_other_B` is True (None:
+        everywhere).
+        """
         tokens = self._cells(image)
-        if other is not None:
+        if self.config.views == 2 and other is not None:
             second = encode_present(has_other_B, self.config.width, self._cells, other)
             if has_other_B is not None:
                 second = Tokens(second.states_BND, second.real_BN() & has_other_B[:, None])

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from helpers.errors import raises
 from helpers.fusion_samples import (
     ENTITIES,
+    TINY,
     flags,
     knowledge_folder,
     make_batch,
@@ -315,8 +316,9 @@ def test_checkpoints_need_no_folder_and_keep_the_dictionary(
     text = "Right lower lobe consolidation, no effusion."
     assert loaded.inputs.entities is not None
     assert [entity for _, _, entity in loaded.inputs.entities.find(text)] == [4, 5, 0]
+    settings = {**TINY["arl"], "knowledge": str(knowledge)}
     with raises(CorpusError, "not_found"):
-        tiny_model("arl", tokenizer, knowledge=str(knowledge))
+        medvl.create_model("arl", tokenizer=tokenizer, **settings)
     with raises(ConfigError, "missing", "knowledge"):
         tiny_model("arl", tokenizer, knowledge=None)
     with raises(ConfigError, "mismatch", "entity_width"):

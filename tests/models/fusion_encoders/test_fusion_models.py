@@ -324,7 +324,9 @@ def test_warm_start_loads_everything_or_the_towers(tokenizer: Tokenizer, tmp_pat
     warm_start(report, tmp_path)
     weights = pretrained.state_dict()
     assert all(torch.equal(tensor, weights[key]) for key, tensor in report.state_dict().items())
-    other = tiny_model("single_stream", tokenizer, image_encoder="resnet_tiny", image_arguments={})
+    encoders = ("image_encoder", "image_arguments", "text_arguments")
+    same = {name: TINY["medvill"][name] for name in encoders}
+    other = tiny_model("single_stream", tokenizer, **same)
     head = other.itm_head.weight.clone()
     warm_start(other, tmp_path)
     assert torch.equal(other.itm_head.weight, head)
