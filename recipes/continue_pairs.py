@@ -44,8 +44,9 @@ others, seeds 0, 1 and 2; settings chosen on validation images:
 alone bring prompts in other words from 0.713 to 0.819, those in the same words from 0.834 to 0.841.
 
 `heads` on 1,636 MedPix slices (`--train.precision fp32`), retrieval of the captions of 199 slices
-of other cases: recall at 10 0.412 [0.330, 0.490] with seed 0 and 0.427 [0.333, 0.516] with seed 1,
-of texts 0.414 and 0.398; 0.281 [0.119, 0.432] for the commonest texts, 0.327 for `paper`.
+of other cases, seeds 0, 1 and 2: recall at 10 0.412 [0.330, 0.490], 0.427 [0.333, 0.516] and
+0.437 [0.353, 0.524], of texts 0.414, 0.398 and 0.422; 0.281 [0.119, 0.432] for the commonest texts,
+0.327 for `paper`.
 """
 
 import dataclasses
