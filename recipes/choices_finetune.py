@@ -11,18 +11,19 @@
     # images swapped 0.248 [0.217, 0.287], in other words 0.369 [0.326, 0.408]
 
 Each option behind its question is a text. It is fused with the image, and the matching head scores
-it; the loss is the cross-entropy over the options of a question. Scores do not depend on the order of
-the options.
+it; the loss is the cross-entropy over the options of a question. Scores do not depend on the order
+of the options.
 
 Where all options are among a few answers, as in the phantom, a classifier over these learns faster:
 `recipes/vqa_finetune.py tiny --init-from demo` on the same data has 0.852 [0.820, 0.884] after 450
-steps; text only 0.250, images swapped 0.235. Options of ReXVQA or PMC-VQA are seldom in such a list.
+steps; text only 0.250, images swapped 0.235. Options of ReXVQA or PMC-VQA are seldom in
+such a list.
 
 All weights of a fusion-encoder's checkpoint are used; of a dual-encoder's, the image and text
 encoder, with a new fusion-encoder of the sizes in `fusion`.
 
-Preset `paper`: M3AE, with the rates of its fine-tuning for retrieval (Chen et al., arXiv 2209.07098),
-which also scores texts with the matching head; no paper has this combination.
+Preset `paper`: M3AE, with the rates of its fine-tuning for retrieval (Chen et al., arXiv
+2209.07098), which also scores texts with the matching head; no paper has this combination.
 """
 
 import dataclasses
