@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from medvl.data.annotations import LETTERS, Question, frontal_or_lateral, questions_of
-from medvl.data.loading.sources import Source, SourceView, Subset
+from medvl.data.loading.sources import Source, SourceView, Subset, has_volumes
 from medvl.data.shards.regions import Regions
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError
@@ -121,6 +121,29 @@ class ScanSource(SourceView):
         positions = self._positions[position]
         rng = np.random.default_rng((seed, epoch, position))
         return positions[int(rng.integers(len(positions)))]
+
+
+def one_a_scan(source: Source) -> Source:
+    """Return a source of scans (`ScanSource`) where scans have several volumes, else the same one.
+
+    Reconstructions of a scan share its report; in one batch, each would be a negative of the
+    others.
+
+    Raises ConfigError where rows have weights, which scans would lose.
+    """
+    if not has_volumes(source):
+        return source
+    scans = ScanSource(source)
+    if len(scans) == len(source):
+        return source
+    if getattr(source, "weights", None) is not None:
+        raise ConfigError(
+            "weights are of volumes, and scans have several, of which an epoch draws one: leave "
+            "weights out, or convert one reconstruction of each scan",
+            "conflict",
+            field="data.weights",
+        )
+    return scans
 
 
 # The previous image of each sample's patient, for systems that compare an image with an earlier

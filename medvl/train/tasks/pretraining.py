@@ -431,13 +431,15 @@ def open_data(data: LoaderConfig, model: Any, micro_batch: int) -> DataLoaders:
 def open_pairs(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
     """Open the loaders of a pretraining run on images and texts for this rank.
 
+    Of volumes, which the model reads as slices, an epoch has one of each scan.
+
     Raises ShardError where a folder is damaged, SplitError where training and validation share a
     patient, ConfigError where the batch does not fit the ranks, the model has no tokenizer, a file
     of statements is of other studies, or stored features are not those of the model's frozen
     encoder.
     """
     from medvl.data.loading.sources import ConcatSource, UnpairedSource
-    from medvl.data.loading.studies import AnswerSource
+    from medvl.data.loading.studies import AnswerSource, one_a_scan
     from medvl.data.shards.source import ShardSource
 
     check_tokenizer(model)
@@ -472,6 +474,15 @@ def open_pairs(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
         source = AnswerSource(train, "train", letters=data.letters)
         if valid is not None:
             held_out = AnswerSource(valid, valid.manifest.split, letters=data.letters)
+    if data.paired_fraction < 1 and one_a_scan(train) is not train:
+        raise ConfigError(
+            "scans of data.train have several volumes, of which an epoch draws one: leave "
+            "paired_fraction out, or convert one reconstruction of each scan",
+            "conflict",
+            field="data.paired_fraction",
+        )
+    if data.paired_fraction == 1 and not data.questions:
+        source = one_a_scan(source)
     loader = open_train(data, source, micro_batch, image=data.image, inputs=inputs, **options)
     return DataLoaders(loader, *_valid_loaders(data, held_out, model, options), entries)
 
@@ -577,7 +588,10 @@ def _valid_loaders(
 ) -> tuple[Any, Any]:
     if valid is None:
         return None, None
+    from medvl.data.loading.studies import one_a_scan
+
     options = {**options, "image": model.transform}
     needs = model.inputs.for_writing
-    losses = open_valid(data, valid, inputs=model.inputs, keep_imageless=True, **options)
+    scans = valid if data.questions else one_a_scan(valid)
+    losses = open_valid(data, scans, inputs=model.inputs, keep_imageless=True, **options)
     return losses, open_valid(data, valid, shared=False, inputs=needs, **options)

@@ -1,6 +1,7 @@
 """Data settings and loaders for pretraining on volumes and texts."""
 
 import dataclasses
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,6 +19,8 @@ from medvl.train.tasks.pretraining import (
     open_train,
     open_valid,
 )
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +64,7 @@ def open_volumes(data: VolumeDataConfig, model: Any, micro_batch: int) -> DataLo
     memory, or the model has no tokenizer.
     """
     from medvl.data.loading.sources import ConcatSource
-    from medvl.data.loading.studies import ScanSource
+    from medvl.data.loading.studies import ScanSource, one_a_scan
     from medvl.data.shards.source import ShardSource
 
     check_tokenizer(model)
@@ -78,6 +81,14 @@ def open_volumes(data: VolumeDataConfig, model: Any, micro_batch: int) -> DataLo
     )
     if data.reconstructions == "one":
         source = ScanSource(source)
+    elif getattr(model.config, "positives", "study") not in ("study", "either"):
+        scans = len(ScanSource(source))
+        if scans < len(source):
+            _log.warning(
+                "%d volumes of %d scans: reconstructions of a scan are negatives of each other; "
+                "set model.positives to study, or data.reconstructions to one",
+                *(len(source), scans),
+            )
     options: dict[str, Any] = {
         "tokenizer": model.tokenizer,
         "text": data.text,
@@ -89,6 +100,6 @@ def open_volumes(data: VolumeDataConfig, model: Any, micro_batch: int) -> DataLo
     if valid is None:
         return DataLoaders(loader, None, None, entries)
     options["image"] = model.transform
-    losses = open_valid(data, valid, keep_imageless=True, **options)
+    losses = open_valid(data, one_a_scan(valid), keep_imageless=True, **options)
     volumes = open_valid(data, valid, shared=False, **options)
     return DataLoaders(loader, losses, volumes, entries)
