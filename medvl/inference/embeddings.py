@@ -304,7 +304,7 @@ class _FileImages:
 def _digest(path: Path) -> str:
     """Return the hash of a file, or of the files of a series."""
     if path.is_dir():
-        digests = [_digest(file) for file in sorted(path.iterdir()) if file.is_file()]
+        digests = [_digest(file) for file in sorted(path.rglob("*")) if file.is_file()]
         return hashlib.sha256(" ".join(digests).encode()).hexdigest()
     try:
         with ANYWHERE.open(path, ImageError) as file:  # sha256 would wait for a pipe's writer

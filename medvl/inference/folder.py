@@ -26,8 +26,8 @@ from tqdm import tqdm
 from medvl.common.files import open_own, subfolder, write_atomic
 from medvl.common.text_files import csv_text
 from medvl.common.untrusted import parse_json
+from medvl.data.dicom.parser import starts_like_dicom
 from medvl.data.images.codecs import encode_png
-from medvl.data.images.read import starts_like_dicom
 from medvl.data.volumes.organs import OrganVolume
 from medvl.data.volumes.volume import Volume
 from medvl.errors import ConfigError, EvaluationError, ImageError, MedvlError
@@ -410,7 +410,8 @@ def _draw_volume(
     write_atomic(drawing.out / f"{stem}.png", encode_png(picture))
     if not drawing.nifti:
         return [f"{stem}.png"]
-    write_map(drawing.out / f"{stem}.nii.gz", map_DHW, volume, None if path.is_dir() else path)
+    source = None if path.is_dir() or _is_dicom(path) else path
+    write_map(drawing.out / f"{stem}.nii.gz", map_DHW, volume, source)
     return [f"{stem}.png", f"{stem}.nii.gz"]
 
 
@@ -525,7 +526,7 @@ VOLUME_SUFFIXES = (".nii", ".nii.gz")
 
 def find_volumes(paths: Iterable[Path | str]) -> list[Path]:
     """Return the volumes among paths: files as they are, and of a folder all NIfTI files below it
-    and all folders that hold DICOM files, one series each.
+    and all folders that hold DICOM files, one series each (or enhanced files of one).
 
     Raises ImageError for a path that does not exist, and for folders without a volume.
     """

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from medvl.data.dicom.parser import starts_like_dicom
 from medvl.data.dicom.reader import DicomHeader, DicomImage, decode_dicom_header
-from medvl.data.images.read import ImageInput, starts_like_dicom
+from medvl.data.images.read import ImageInput
 from medvl.data.transforms.image import as_list
 from medvl.errors import ConfigError, DicomError
 from medvl.models.base import System

@@ -180,6 +180,7 @@ def _for_originals(transform: Any, options: Mapping[str, Any], source: Path) -> 
     }
     described = len(image) >= 4  # manifests state crop_background only where it is used
     volume = options.get("volume")
+    modality = options.get("modality", "CT")
     try:
         if described:
             ShardOptions(**image)
@@ -190,7 +191,12 @@ def _for_originals(transform: Any, options: Mapping[str, Any], source: Path) -> 
     if described and isinstance(transform, EvalTransform):
         return OriginalTransform(**transform.settings(), **image)
     if shards is not None and isinstance(transform, VolumeTransform):
-        return OriginalVolumeTransform(size=transform.size, organs=transform.organs, shards=shards)
+        return OriginalVolumeTransform(
+            size=transform.size,
+            organs=transform.organs,
+            shards=shards,
+            shards_modality=str(modality),
+        )
     return transform
 
 

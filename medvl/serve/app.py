@@ -104,6 +104,7 @@ class _Served:
         }
         self._described = [served.describe() for served in models]
         self._of_volumes = models[0].reads == "volume"
+        self._modality = getattr(models[0].model.transform, "modality", "CT")
         self._one_volume = asyncio.Semaphore(1)
         is_demo = any(served.is_demo for served in models)
         self.example = draw_example(".png")[0] if is_demo else None
@@ -159,7 +160,8 @@ class _Served:
         """Return the image or the volume of a request."""
         if not self._of_volumes:
             return requests.decode(request)
-        return requests.Decoded(pixels=decode_volume(request, self._config), header=None)
+        volume = decode_volume(request, self._config, self._modality)
+        return requests.Decoded(pixels=volume, header=None)
 
     async def view(self, request: ImageRequest) -> Any:
         """Return the image for display."""
@@ -167,7 +169,7 @@ class _Served:
             encoder: Any = self._models[0].model
             window = encoder.image_encoder.window
             return await self._engine.decode(
-                lambda: view_volume(request, self._config, window, self._expected)
+                lambda: view_volume(request, self._config, window, self._expected, self._modality)
             )
         return await self._engine.decode(lambda: requests.view(request, self._expected))
 

@@ -14,9 +14,10 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
+from medvl.data.dicom.parser import starts_like_dicom
 from medvl.data.dicom.reader import DicomHeader, decode_dicom, decode_dicom_values
 from medvl.data.dicom.rendering import LinearValues
-from medvl.data.images.read import check_sides, read_image, starts_like_dicom
+from medvl.data.images.read import check_sides, read_image
 from medvl.inference.models import Expected, describe_doubt
 from medvl.serve.config import ServeConfig
 from medvl.serve.guard import Refused

@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 
 from medvl.common.untrusted import ZIP_ERRORS
-from medvl.data.images.read import starts_like_dicom
+from medvl.data.dicom.parser import starts_like_dicom
 from medvl.data.volumes.dicom_series import decode_dicom_series
 from medvl.data.volumes.nifti import decode_nifti
 from medvl.data.volumes.volume import Volume, VolumeLimits, check_hounsfield
@@ -42,14 +42,14 @@ _PLACES = (
 """Thirds along (z, y, x), of the patient."""
 
 
-def decode_volume(request: ImageRequest, config: ServeConfig) -> Volume:
-    """Read the volume of a request by its content.
+def decode_volume(request: ImageRequest, config: ServeConfig, modality: str) -> Volume:
+    """Read the volume of a request by its content. `modality` is that of files that state none.
 
     Raises VolumeError or DicomError as the readers; "too_large" beyond the limits of the server,
     "not_hu" for a CT whose values are no Hounsfield units.
     """
     limits = _limits(config)
-    return _volume_of(_contents(request, limits), limits)
+    return _volume_of(_contents(request, limits), limits, modality)
 
 
 def _limits(config: ServeConfig) -> VolumeLimits:
@@ -66,12 +66,12 @@ def _contents(request: ImageRequest, limits: VolumeLimits) -> Sequence[bytes]:
     return files
 
 
-def _volume_of(files: Sequence[bytes], limits: VolumeLimits) -> Volume:
+def _volume_of(files: Sequence[bytes], limits: VolumeLimits, modality: str) -> Volume:
     if len(files) > 1 or starts_like_dicom(files[0][:132]):
         volume = decode_dicom_series(files, limits=limits)
     else:
-        volume = decode_nifti(io.BytesIO(files[0]), limits=limits)
-    if volume.modality in (None, "CT"):  # NIfTI files state none
+        volume = decode_nifti(io.BytesIO(files[0]), modality=modality, limits=limits)
+    if (volume.modality or modality) == "CT":
         check_hounsfield(volume)
     return volume
 
@@ -114,15 +114,18 @@ def view_volume(
     config: ServeConfig,
     window: tuple[float, float],
     models: Mapping[str, Expected],
+    modality: str,
 ) -> dict[str, Any]:
     """Return the slices that the page shows, as JSON values.
 
     `values` are int16 in little endian and base64, in the order z, y, x, with square pixels;
-    `window` is where the page begins, from the low and high end of the model's.
+    `window` is where the page begins, from the low and high end of the model's. `modality` as in
+    `decode_volume`.
     """
     limits = _limits(config)
     files = _contents(request, limits)
-    volume = _volume_of(files, limits)
+    volume = _volume_of(files, limits, modality)
+    is_dicom = starts_like_dicom(files[0][:132])
     header = next(filter(None, map(header_of, files)), None)
     shown_DHW = _shown(volume)
     depth, height, width = shown_DHW.shape
@@ -135,8 +138,8 @@ def view_volume(
         "rows": rows,
         "columns": columns,
         "spacing": [round(step, 3) for step in volume.spacing],
-        "format": "NIfTI" if volume.modality is None else "DICOM",
-        "header": {"modality": volume.modality},
+        "format": "DICOM" if len(files) > 1 or is_dicom else "NIfTI",
+        "header": {"modality": volume.modality if is_dicom or len(files) > 1 else None},
         "dropped": dict(volume.dropped),
         "warning": describe_doubt(header, models),
         "values": base64.b64encode(shown_DHW.astype("<i2").tobytes()).decode(),
@@ -145,6 +148,7 @@ def view_volume(
             "high": float(shown_DHW.max()),
             "center": (window[0] + window[1]) / 2,
             "width": window[1] - window[0],
+            "hounsfield": volume.modality in (None, "CT"),
         },
     }
 

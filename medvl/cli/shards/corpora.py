@@ -164,6 +164,7 @@ def convert_corpus(corpus: Corpus, shared: AnyOptions) -> str:
     plan = hold_out(corpus.plan(deid, access), corpus.excluded_folders(), deid)
     if isinstance(options, VolumeShardOptions):
         plan = add_organs(plan, options.organs, access)
+        options = dataclasses.replace(options, modality=getattr(corpus, "modality", "CT"))
     options = dataclasses.replace(
         options,
         keep_textless=options.keep_textless or corpus.keeps_textless(),

@@ -78,6 +78,8 @@ class VolumeShardOptions(ShardOptions):
     """Spacing and size."""
     organs: OrganOptions = dataclasses.field(default_factory=OrganOptions)
     """Masks and texts by organ."""
+    modality: str = "CT"
+    """Modality of the volumes."""
 
     def stored(self) -> dict[str, Any]:
         """Return the options as the manifest stores them, without those of images."""
@@ -87,6 +89,7 @@ class VolumeShardOptions(ShardOptions):
             "samples_per_shard": self.samples_per_shard,
         }
         values |= {"follow_links": True} if self.follow_links else {}
+        values |= {"modality": self.modality} if self.modality != "CT" else {}
         values |= self.organs.stored()
         stored: dict[str, Any] = json.loads(json.dumps(values))  # lists, as a manifest has them
         return stored

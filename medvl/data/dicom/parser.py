@@ -347,6 +347,17 @@ class Elements:
                 )
         return None
 
+    def items(self, tag: int) -> "Iterator[Elements]":
+        """Yield the items of a sequence, in one pass; none where it is absent."""
+        location = self._locations.get(tag)
+        if location is None:
+            return
+        encoding = _item_encoding(location, self.encoding)
+        for offset, length in _items(self._stream, encoding, location, depth=1):
+            self._stream.seek(offset)
+            walked = _walk(self._stream, encoding, length, depth=1)
+            yield Elements(self._stream, encoding, walked.locations)
+
 
 class WalkResult(NamedTuple):
     """Locations of a dataset's known elements, and of the pixel data that ended the walk."""
@@ -364,6 +375,11 @@ class DicomFile:
     transfer_syntax: str | None
     pixels: tuple[str, Location] | None
     """(PixelData or one of its floating-point forms, location)."""
+
+
+def starts_like_dicom(data: bytes) -> bool:
+    """Return whether a file has DICOM's preamble, or begins with an element of group 2 or 8."""
+    return data[128:132] == b"DICM" or data[:2] in (b"\x02\0", b"\x08\0", b"\0\x08")
 
 
 def open_dicom(file: BinaryIO, limits: DicomLimits) -> DicomFile:

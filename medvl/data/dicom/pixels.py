@@ -4,6 +4,7 @@ import dataclasses
 import math
 import struct
 import zlib
+from collections.abc import Callable, Generator, Iterable
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -250,21 +251,41 @@ def decode_frame(file: DicomFile, layout: PixelLayout, index: int) -> Frame:
     Raises DicomError with the code "truncated", "malformed", "unsupported", "too_large", "no_codec"
     or "undecodable".
     """
+    return next(decode_frames(file, layout, (index,)))
+
+
+def decode_frames(
+    file: DicomFile, layout: PixelLayout, indices: Iterable[int]
+) -> Generator[Frame, None, None]:
+    """Yield frames in the order of `indices`; the table of compressed frames is read once.
+
+    Raises DicomError as `decode_frame`.
+    """
     if file.pixels is None:
         raise DicomError("the file has no pixel data", "no_pixels")
     _, location = file.pixels
     syntax = file.transfer_syntax
-    photometric = layout.photometric
     if syntax in _NATIVE:
-        samples = _decode_native(file, layout, location, index)
-    elif layout.is_float:
+        for index in indices:
+            samples = _decode_native(file, layout, location, index)
+            yield _frame(samples, layout, layout.photometric, exact=False)
+        return
+    if layout.is_float:
         raise DicomError("compressed floating-point pixel data are not supported", "unsupported")
-    elif syntax == _DEFLATED_FRAMES:
-        samples = _decode_deflated(file, layout, location, index)
-    elif syntax in (_RLE, *_JPEG, *_JPEG_LS, *_JPEG_2000):
-        samples, photometric = _decode_compressed(file, layout, location, index)
-    else:
+    if syntax not in (_DEFLATED_FRAMES, _RLE, *_JPEG, *_JPEG_LS, *_JPEG_2000):
         raise DicomError("unsupported transfer syntax", "unsupported")
+    read = _frame_reader(file, layout, location)
+    for index in indices:
+        photometric = layout.photometric
+        if syntax == _DEFLATED_FRAMES:
+            samples = _decode_deflated(read(index), layout)
+        else:
+            samples, photometric = _decode_compressed(syntax or "", read(index), layout)
+        yield _frame(samples, layout, photometric, exact=syntax in (*_JPEG_LS, *_JPEG_2000))
+
+
+def _frame(samples: np.ndarray, layout: PixelLayout, photometric: str, *, exact: bool) -> Frame:
+    """Return the frame of decoded samples; `photometric` is their interpretation."""
     space: Literal["grey", "palette", "rgb", "luma"] = "grey"
     if layout.samples == 3:
         space = "luma" if photometric in ("YBR_FULL", "YBR_FULL_422") else "rgb"
@@ -272,7 +293,6 @@ def decode_frame(file: DicomFile, layout: PixelLayout, index: int) -> Frame:
     elif photometric == "PALETTE COLOR":
         space = "palette"
     samples = np.ascontiguousarray(samples, samples.dtype.newbyteorder("="))
-    exact = syntax in (*_JPEG_LS, *_JPEG_2000)
     if layout.is_float or space in ("rgb", "luma"):
         return Frame(samples, space, exact)
     shift = 0 if exact else _unused_bits_below(samples, layout)
@@ -361,10 +381,7 @@ def _decode_native(
     return _unpack(data, layout, file.elements.encoding.endian, bit)
 
 
-def _decode_deflated(
-    file: DicomFile, layout: PixelLayout, location: Location, index: int
-) -> np.ndarray:
-    packed = _read_frame(file, layout, location, index)
+def _decode_deflated(packed: bytes, layout: PixelLayout) -> np.ndarray:
     expected = math.ceil(layout.frame_bits / 8)
     try:
         data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, expected)
@@ -401,14 +418,13 @@ def _unpack(data: bytes, layout: PixelLayout, endian: str, bit: int) -> np.ndarr
 
 
 def _decode_compressed(
-    file: DicomFile, layout: PixelLayout, location: Location, index: int
+    transfer_syntax: str, frame: bytes, layout: PixelLayout
 ) -> tuple[np.ndarray, str]:
     """Return the samples and the photometric interpretation after decoding."""
     from pydicom.pixels import get_decoder
     from pydicom.uid import UID
 
-    syntax = UID(file.transfer_syntax or "")
-    frame = _read_frame(file, layout, location, index)
+    syntax = UID(transfer_syntax)
     if syntax == _RLE:
         if layout.bits_allocated == 1:
             raise DicomError("run-length encoded single bits are not supported", "unsupported")
@@ -503,8 +519,12 @@ def _check_codestream(header: Codestream, layout: PixelLayout) -> None:
         raise DicomError(f"the compressed image has {bits}", "malformed")
 
 
-def _read_frame(file: DicomFile, layout: PixelLayout, location: Location, index: int) -> bytes:
-    """Read the bytes of a compressed frame."""
+def _frame_reader(
+    file: DicomFile, layout: PixelLayout, location: Location
+) -> Callable[[int], bytes]:
+    """Return the function that reads the bytes of a compressed frame. Raises DicomError, as the
+    function does.
+    """
     from pydicom.encaps import get_frame, parse_basic_offsets, parse_fragments
 
     stream = file.stream
@@ -512,7 +532,9 @@ def _read_frame(file: DicomFile, layout: PixelLayout, location: Location, index:
     offsets = file.elements.raw(Tag.FRAME_OFFSETS)
     lengths = file.elements.raw(Tag.FRAME_LENGTHS)
     tables = (offsets, lengths) if offsets and lengths else None
-    stream.limit_reads(limits.encoded_bytes + 4 * limits.frames + 8 * limits.elements)
+    most = limits.encoded_bytes + 4 * limits.frames + 8 * limits.elements
+    incomplete = DicomError("the compressed pixel data are not complete fragments", "malformed")
+    stream.limit_reads(most)
     stream.seek(location.offset + 4)
     if int.from_bytes(stream.read_exactly(4), "little") > 4 * limits.frames:
         raise DicomError(
@@ -522,15 +544,25 @@ def _read_frame(file: DicomFile, layout: PixelLayout, location: Location, index:
     try:
         parse_basic_offsets(stream)
         _, fragments = parse_fragments(stream)
-        if fragments:
-            stream.seek(fragments[-1] + 4)
-            if fragments[-1] + 8 + int.from_bytes(stream.read_exactly(4), "little") > stream.size:
-                raise DicomError(
-                    "the file ends within its compressed pixel data: copy it again", "truncated"
-                )
-        stream.seek(location.offset)
-        return get_frame(stream, index, number_of_frames=layout.frames, extended_offsets=tables)
     except (ValueError, struct.error):
-        raise DicomError(
-            "the compressed pixel data are not complete fragments", "malformed"
-        ) from None
+        raise incomplete from None
+    if fragments:
+        stream.seek(fragments[-1] + 4)
+        if fragments[-1] + 8 + int.from_bytes(stream.read_exactly(4), "little") > stream.size:
+            raise DicomError(
+                "the file ends within its compressed pixel data: copy it again", "truncated"
+            )
+    has_one_each = len(fragments) == layout.frames > 1 and tables is None
+
+    def read(index: int) -> bytes:
+        stream.limit_reads(most)
+        if has_one_each:  # pydicom reads all frames before the one that is asked for
+            stream.seek(fragments[index] + 4)
+            return stream.read_exactly(int.from_bytes(stream.read_exactly(4), "little"))
+        stream.seek(location.offset)
+        try:
+            return get_frame(stream, index, number_of_frames=layout.frames, extended_offsets=tables)
+        except (ValueError, struct.error):
+            raise incomplete from None
+
+    return read

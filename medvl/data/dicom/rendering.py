@@ -357,13 +357,20 @@ def render(
     return _render_narrow(frame, display, layout, top)
 
 
-def modality_transform(elements: Elements, layout: PixelLayout) -> Callable[[Frame], np.ndarray]:
+def modality_transform(
+    elements: Elements, layout: PixelLayout, values: Elements | None = None
+) -> Callable[[Frame], np.ndarray]:
     """Return the function from a grey frame to its values after the modality LUT or rescale:
     float32 (H, W), NaN where it is padding.
 
+    Args:
+        elements: of the file.
+        layout: of its pixels.
+        values: elements of the frame's modality LUT or rescale; None: those of the file.
+
     Raises DicomError for a damaged table; the function does for colour ("unsupported").
     """
-    modality, _ = _modality(elements, layout)
+    modality, _ = _modality(elements if values is None else values, layout)
     padding = _padding(elements, layout)
 
     def transform(frame: Frame) -> np.ndarray:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from medvl.common.untrusted import ANYWHERE, InputFolders, read_limited
+from medvl.data.dicom.parser import starts_like_dicom
 from medvl.data.dicom.reader import DicomHeader, DicomImage, decode_dicom
 from medvl.data.images.codecs import (
     JpegImage,
@@ -122,11 +123,6 @@ def check_sides(pixels: np.ndarray | JpegImage, name: object) -> None:
         raise ImageError(
             f"{name}: {expected}, got {pixels.shape[0]} x {pixels.shape[1]}", "too_small"
         )
-
-
-def starts_like_dicom(data: bytes) -> bool:
-    """Return whether a file has DICOM's preamble, or begins with an element of group 2 or 8."""
-    return data[128:132] == b"DICM" or data[:2] in (b"\x02\0", b"\x08\0", b"\0\x08")
 
 
 def _decode_dicom(

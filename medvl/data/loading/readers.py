@@ -12,6 +12,7 @@ from medvl.data.loading.items import NO_IMAGE, NO_PIXELS, ItemMaker, Views
 from medvl.data.loading.sources import Source, has_organs, has_volumes
 from medvl.data.loading.studies import StudySource
 from medvl.data.shards.regions import Regions
+from medvl.data.volumes.codec import stored_padding
 from medvl.data.volumes.resampling import rgb_slices
 from medvl.data.volumes.transform import CutVolume, Shape, VolumeTransform, stored_shape
 from medvl.errors import ConfigError, ImageError, ShardError
@@ -234,7 +235,8 @@ def cut_volume(
     if shape is None:
         return None
     cut = transform.cut(shape, rng, organ_box_of(sample, shape) if transform.organs else None)
-    volume_DHW = transform.fill(source.volume(position, cut.source[0]).hu_DHW, cut)
+    volume = source.volume(position, cut.source[0])
+    volume_DHW = transform.fill(volume.hu_DHW, cut, stored_padding(volume, sample.extra))
     if not transform.organs:
         return CutVolume(volume_DHW, None)
     organs_DHW = source.organs(position, cut.source[0])

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from medvl.data.volumes.volume import DEFAULT_LIMITS, Volume, VolumeLimits
+from medvl.data.volumes.volume import DEFAULT_LIMITS, Volume, VolumeLimits, padding_of
 from medvl.errors import VolumeError
 
 CHUNK = 16
@@ -189,13 +189,26 @@ ORIENTATION = "LPS"
 
 
 def volume_fields(volume: Volume) -> dict[str, Any]:
-    """Return the fields of `Sample.extra` that describe a stored volume."""
-    return {
+    """Return the fields of `Sample.extra` that describe a stored volume; `padding` of other
+    modalities than CT, whose padding is `AIR`.
+    """
+    fields: dict[str, Any] = {
         "spacing_mm": [round(step, 6) for step in volume.spacing],
         "shape": list(volume.hu_DHW.shape),
         "orientation": ORIENTATION,
         "modality": volume.modality,
     }
+    if volume.modality not in (None, "CT"):
+        fields["padding"] = padding_of(volume.modality, volume.hu_DHW)
+    return fields
+
+
+def stored_padding(volume: Volume, extra: Mapping[str, Any]) -> int:
+    """Return the value of padding of a decoded volume, or of some of its slices."""
+    padding = extra.get("padding")
+    if volume.modality not in (None, "CT") and isinstance(padding, int) and abs(padding) < 1 << 15:
+        return padding
+    return padding_of(volume.modality, volume.hu_DHW)
 
 
 def stored_volume(values: np.ndarray, extra: Mapping[str, Any]) -> Volume:

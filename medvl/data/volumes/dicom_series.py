@@ -1,4 +1,4 @@
-"""Folders of DICOM slices to volumes.
+"""DICOM series to volumes: folders of slices, and enhanced files with many.
 
     volume = read_dicom_series("study/series")
     volume.hu_DHW   # int16, z to the head, y to the back, x to the left
@@ -11,32 +11,31 @@ positions along the normal, never SliceThickness. Each slice has its own rescale
 only numbers and the modality are returned.
 """
 
-import dataclasses
-import functools
+import contextlib
+import hashlib
 import io
 import itertools
 import math
 import os
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO, TypeVar, get_args
+from typing import BinaryIO, get_args
 
 import numpy as np
 
 from medvl.common.untrusted import ANYWHERE, InputFolders
-from medvl.data.dicom.parser import DicomFile, DicomLimits, damaged, open_dicom
-from medvl.data.dicom.pixels import PixelLayout, decode_frame
-from medvl.data.dicom.reader import listed_modality
-from medvl.data.dicom.rendering import modality_transform
-from medvl.data.dicom.tags import Tag
+from medvl.data.dicom.parser import DicomFile, DicomLimits, open_dicom
+from medvl.data.volumes.dicom_slices import Slice, slice_values, slices_of
 from medvl.data.volumes.options import Gaps, Tilt
 from medvl.data.volumes.volume import (
+    AIR,
     DEFAULT_LIMITS,
     MAX_OBLIQUE,
     MAX_TILT,
     Volume,
+    VolumeBuilder,
     VolumeLimits,
     padding_of,
     tilted,
@@ -45,55 +44,12 @@ from medvl.data.volumes.volume import (
 )
 from medvl.errors import ConfigError, DicomError, VolumeError
 
-_T = TypeVar("_T")
-_DICOM_LIMITS = DicomLimits()
+_DICOM_LIMITS = DicomLimits(elements=1_000_000)  # enhanced files have over 100 a frame
 _SAME_PLACE = 0.01  # mm
 _GAP = 0.01  # share of the median distance
-_SAME_DIRECTION = 2e-3  # of direction cosines
-_SAME_SPACING = 1e-3  # share of the pixel spacing
 _MOST_STACKS = 1000  # each file is compared with each stack
 _UNEVEN = 0.1  # the same, for distances that are resampled
 _LEAST_OF_STACK = 3
-_DERIVED = ("MPR", "REFORMATTED", "PROJECTION IMAGE", "MIP", "MINIP", "MAXIP", "CPR", "CURVED")
-"""Values of ImageType of slices that were computed from others."""
-_PHASES = (Tag.ACQUISITION, Tag.TEMPORAL_POSITION, Tag.CONTENT_TIME, Tag.ECHO)
-"""What differs between several scans of one place, most telling first."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Slice:
-    path: Path
-    stack: Hashable
-    """Equal for slices that may be stacked, where directions and spacing are near too."""
-    shape: tuple[int, int]
-    directions: np.ndarray
-    """(2, 3): directions of a row and of a column."""
-    spacing: tuple[float, float]
-    """Millimetres between rows and between columns."""
-    position: np.ndarray
-    phases: tuple[bytes | None, ...]
-    modality: str | None
-    is_hounsfield: bool
-
-    @property
-    def normal(self) -> np.ndarray:
-        return np.cross(self.directions[0], self.directions[1])
-
-    @property
-    def place(self) -> float:
-        """Position along the normal in mm."""
-        return float(self.normal @ self.position)
-
-    def fits(self, other: "_Slice") -> bool:
-        """Return whether two slices have one stack, direction and spacing; writers of slices round
-        the numbers differently.
-        """
-        return (
-            self.stack == other.stack
-            and abs(self.spacing[0] - other.spacing[0]) <= _SAME_SPACING * self.spacing[0]
-            and abs(self.spacing[1] - other.spacing[1]) <= _SAME_SPACING * self.spacing[1]
-            and bool((abs(self.directions - other.directions) <= _SAME_DIRECTION).all())
-        )
 
 
 def read_dicom_series(
@@ -107,10 +63,11 @@ def read_dicom_series(
     limits: VolumeLimits = DEFAULT_LIMITS,
     folders: InputFolders = ANYWHERE,
 ) -> Volume:
-    """Read one volume from the slices below a folder.
+    """Read one volume from the slices below a folder, or of an enhanced file.
 
     Args:
-        folder: DICOM files with one slice each; other files are counted and skipped.
+        folder: DICOM files with one slice each, or enhanced ones, whose frames are slices; other
+            files are counted and skipped. Or one enhanced file.
         stack: index of the stack to read where the folder has several, the one with most slices
             first. With None, such folders raise VolumeError ("conflict").
         derived: read reformatted slices (MPR, projections) too.
@@ -121,13 +78,15 @@ def read_dicom_series(
             stacked along their normal; what moves out of the image is lost.
         max_oblique: largest angle between an axis and the patient's nearest one, in degrees.
         limits: limits for untrusted files.
-        folders: folders that the files must be in, links resolved; default `folder`.
+        folders: folders that the files must be in, links resolved; default `folder`, for one file
+            any.
 
     Raises:
-        FileNotFoundError: the folder does not exist.
+        FileNotFoundError: the folder or file does not exist.
         VolumeError: "gap": slices are missing or uneven; "conflict": several stacks, or different
             slices at one place; "tilt", "oblique": see `Volume`; "empty" or "too_small": fewer than
-            two slices; "too_large"; "not_found": no such stack.
+            two slices; "too_large"; "unsupported": values that int16 would lose; "not_found": no
+            such stack; "mismatch": a file changed meanwhile.
         DicomError: a slice cannot be read; codes as in `read_dicom`.
         ConfigError: "out_of_range" for `gaps` or `tilt`.
     """
@@ -138,11 +97,12 @@ def read_dicom_series(
                 "out_of_range",
                 field=field,
             )
-    if not Path(folder).is_dir():
-        raise FileNotFoundError(f"{folder} is no folder")
-    inside = folders if folders.real else InputFolders.of(folder)
+    path = Path(folder)
+    if not path.exists():
+        raise FileNotFoundError(f"{folder} does not exist")
+    inside = folders if folders.real or not path.is_dir() else InputFolders.of(folder)
     try:
-        paths = _files_below(Path(folder), limits)
+        paths = _files_below(path, limits) if path.is_dir() else [path]
         reader = _Reader(paths, lambda path: inside.open(path, DicomError), limits)
         slices = _chosen(reader.stacks(derived=derived), stack, reader.dropped)
         return reader.read(slices, gaps, tilt, max_oblique)
@@ -187,9 +147,7 @@ def _files_below(folder: Path, limits: VolumeLimits) -> list[Path]:
     return sorted(paths)
 
 
-def _chosen(
-    stacks: Sequence[list[_Slice]], stack: int | None, dropped: Counter[str]
-) -> list[_Slice]:
+def _chosen(stacks: Sequence[list[Slice]], stack: int | None, dropped: Counter[str]) -> list[Slice]:
     if not stacks:
         found = ", ".join(f"{count} {kind}" for kind, count in sorted(dropped.items()))
         raise VolumeError(f"expected slices of a volume, got {found or 'no files'}", "empty")
@@ -219,16 +177,13 @@ class _Reader:
         self._paths = paths
         self._opener = opener
         self._limits = limits
+        self._hashes: dict[tuple[Path, int], bytes] = {}
         self.dropped: Counter[str] = Counter()
 
-    def stacks(self, *, derived: bool) -> list[list[_Slice]]:
+    def stacks(self, *, derived: bool) -> list[list[Slice]]:
         """Return the stacks of slices in the order of their places, most slices first."""
-        groups: list[list[_Slice]] = []
-        for path in self._paths:
-            found = self._open(path, functools.partial(_slice, path, derived=derived))
-            if isinstance(found, str):
-                self.dropped[found] += 1
-                continue
+        groups: list[list[Slice]] = []
+        for found in self._slices(derived=derived):
             group = next((group for group in groups if group[0].fits(found)), None)
             if group is None and len(groups) == _MOST_STACKS:
                 raise VolumeError(
@@ -248,7 +203,32 @@ class _Reader:
         parts = [part for group in groups for part in self._parts(group)]
         return sorted(parts, key=len, reverse=True)
 
-    def read(self, slices: Sequence[_Slice], gaps: Gaps, tilt: Tilt, max_oblique: float) -> Volume:
+    def _slices(self, *, derived: bool) -> Iterator[Slice]:
+        """Yield the slices of all files; count what is none."""
+        total = 0
+        for path in self._paths:
+            found: list[Slice | str]
+            try:
+                with self._file(path) as file:
+                    found = slices_of(path, file, derived=derived)
+            except DicomError as error:
+                if error.code not in ("not_dicom", "no_pixels"):
+                    raise
+                found = [error.code]
+            for each in found:
+                if isinstance(each, str):
+                    self.dropped[each] += 1
+                    continue
+                total += 1
+                if total > self._limits.files:
+                    raise VolumeError(
+                        f"the series has more than {self._limits.files} slices",
+                        "too_large",
+                        field="files",
+                    )
+                yield each
+
+    def read(self, slices: Sequence[Slice], gaps: Gaps, tilt: Tilt, max_oblique: float) -> Volume:
         """Stack slices, which are in the order of their places."""
         if gaps == "longest":
             kept = _longest_run(slices)
@@ -279,9 +259,10 @@ class _Reader:
                 "gap",
                 field="gaps",
             )
-        hu_DHW = np.empty((len(slices), *first.shape), np.int16)
-        for slice_HW, each, shift in zip(hu_DHW, slices, shifts, strict=True):
-            slice_HW[:] = _shifted(self._pixels(each), shift, padding_of(first.modality))
+        builder = VolumeBuilder((len(slices), *first.shape), first.modality)
+        for index, values_HW in self._pixels(slices):
+            builder.put(index, _shifted(values_HW, shifts[index], first.modality))
+        hu_DHW = builder.volume()
         step = float(places[-1] - places[0]) / (len(slices) - 1)
         if not is_even:
             hu_DHW = _at_even_places(hu_DHW, (places - places[0]) / step)
@@ -304,43 +285,50 @@ class _Reader:
             dropped=MappingProxyType(dict(self.dropped)),
         )
 
-    def _open(self, path: Path, function: Callable[[DicomFile], _T]) -> _T | str:
-        """Return what `function` makes of a file, or why it is no image."""
+    @contextlib.contextmanager
+    def _file(self, path: Path) -> Iterator[DicomFile]:
+        """Open a file, whose name precedes the errors."""
         with self._opener(path) as stream:
             try:
-                return function(open_dicom(stream, _DICOM_LIMITS))
+                yield open_dicom(stream, _DICOM_LIMITS)
             except DicomError as error:
-                if error.code in ("not_dicom", "no_pixels"):
-                    return error.code
                 raise error.prefixed(f"{path}: ") from error
             except OSError as error:
                 message = f"{path} cannot be read ({error.strerror})"
                 raise DicomError(message, "unreadable") from error
 
-    def _pixels(self, chosen: _Slice) -> np.ndarray:
-        """Return the values of one slice as int16."""
+    def _pixels(self, slices: Sequence[Slice]) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the place in `slices` and the values of each slice, NaN where they are padding,
+        file by file.
+        """
+        files: defaultdict[Path, dict[int, int]] = defaultdict(dict)
+        for index, each in enumerate(slices):
+            files[each.path][each.frame] = index
+        for path, places in files.items():
+            count = 0
+            with self._file(path) as file:
+                for frame, values_HW in slice_values(file, [*places]):
+                    index = places[frame]
+                    if values_HW.shape != slices[index].shape:
+                        break
+                    count += 1
+                    yield index, values_HW
+            if count != len(places):
+                raise VolumeError(f"{path} changed while it was read", "mismatch")
 
-        def decode(file: DicomFile) -> np.ndarray:
-            layout = PixelLayout.from_file(file)
-            transform = modality_transform(file.elements, layout)
-            values_HW = transform(decode_frame(file, layout, 0))
-            padding = padding_of(chosen.modality)
-            return to_int16(np.where(np.isfinite(values_HW), values_HW, padding))
-
-        values = self._open(chosen.path, decode)
-        if isinstance(values, str):
-            raise VolumeError(f"{chosen.path} changed while it was read", "mismatch")
-        return values
-
-    def _parts(self, group: list[_Slice]) -> list[list[_Slice]]:
+    def _parts(self, group: list[Slice]) -> list[list[Slice]]:
         """Sort a stack by place; drop copies of a slice, and part several scans of one place."""
         group = sorted(group, key=lambda each: each.place)
+        of_file: defaultdict[Path, list[Slice]] = defaultdict(list)
+        for each in group:
+            of_file[each.path].append(each)
         unique = [group[0]]
         copies = 0
         for each in group[1:]:
-            if not _is_same_place(unique[-1], each):
+            last = unique[-1]
+            if not _is_same_place(last, each):
                 unique.append(each)
-            elif np.array_equal(self._pixels(unique[-1]), self._pixels(each)):
+            elif last.path != each.path and self._hash(last, of_file) == self._hash(each, of_file):
                 copies += 1
             else:
                 return _by_phase(group)
@@ -348,19 +336,25 @@ class _Reader:
         self.dropped += Counter()  # drop a count of 0
         return [unique]
 
+    def _hash(self, chosen: Slice, of_file: Mapping[Path, Sequence[Slice]]) -> bytes:
+        """Return the hash of a slice's values, made for all slices of its file at once."""
+        if (chosen.path, chosen.frame) not in self._hashes:
+            slices = of_file[chosen.path]
+            for index, values_HW in self._pixels(slices):
+                key = slices[index].path, slices[index].frame
+                self._hashes[key] = hashlib.blake2b(to_int16(values_HW).tobytes()).digest()
+        return self._hashes[chosen.path, chosen.frame]
 
-def _is_same_place(one: _Slice, other: _Slice) -> bool:
+
+def _is_same_place(one: Slice, other: Slice) -> bool:
     return abs(one.place - other.place) <= _SAME_PLACE
 
 
-def _by_phase(group: list[_Slice]) -> list[list[_Slice]]:
-    """Part a stack with several slices at one place by the first element that tells them apart."""
-    for index in range(len(_PHASES)):
-        parts: dict[bytes | None, list[_Slice]] = {}
-        for each in group:
-            parts.setdefault(each.phases[index], []).append(each)
-        if len(parts) > 1 and all(map(_is_plain, parts.values())):
-            return list(parts.values())
+def _by_phase(group: list[Slice]) -> list[list[Slice]]:
+    """Part a stack with several slices at one place by the first elements that tell them apart."""
+    parts = _parted(group, 0)
+    if parts is not None:
+        return parts
     raise VolumeError(
         "different slices are at one place, and neither acquisition, time nor echo tells them "
         "apart; leave one set of them out",
@@ -368,12 +362,30 @@ def _by_phase(group: list[_Slice]) -> list[list[_Slice]]:
     )
 
 
-def _is_plain(part: list[_Slice]) -> bool:
+def _parted(group: list[Slice], first: int) -> list[list[Slice]] | None:
+    """Return a stack in parts with one slice at each place, by its phases from `first` on; None
+    where they do not tell its slices apart.
+    """
+    for index in range(first, len(group[0].phases)):
+        values: dict[bytes | None, list[Slice]] = {}
+        for each in group:
+            values.setdefault(each.phases[index], []).append(each)
+        if len(values) == 1:
+            continue
+        parts = [
+            [part] if _is_plain(part) else _parted(part, index + 1) for part in values.values()
+        ]
+        if all(parts):
+            return [part for several in parts if several for part in several]
+    return None
+
+
+def _is_plain(part: list[Slice]) -> bool:
     pairs = itertools.pairwise(part)
     return len(part) > 1 and not any(_is_same_place(one, other) for one, other in pairs)
 
 
-def _longest_run(slices: Sequence[_Slice]) -> Sequence[_Slice]:
+def _longest_run(slices: Sequence[Slice]) -> Sequence[Slice]:
     """Return the longest run of slices at even distances; the first of equal ones."""
     distances = np.diff([each.place for each in slices])
     best = (0, min(2, len(slices)))
@@ -387,7 +399,7 @@ def _longest_run(slices: Sequence[_Slice]) -> Sequence[_Slice]:
     return slices[best[0] : best[1]]
 
 
-def _shifts(slices: Sequence[_Slice], places: np.ndarray, tilt: Tilt) -> np.ndarray:
+def _shifts(slices: Sequence[Slice], places: np.ndarray, tilt: Tilt) -> np.ndarray:
     """Return (N, 2): pixels by which each slice lies further along its columns and rows than the
     first one; 0 where all are stacked along their normal.
 
@@ -406,16 +418,19 @@ def _shifts(slices: Sequence[_Slice], places: np.ndarray, tilt: Tilt) -> np.ndar
     return np.round(shifts, 6)  # whole pixels stay whole
 
 
-def _shifted(values_HW: np.ndarray, shift: np.ndarray, padding: int) -> np.ndarray:
+def _shifted(values_HW: np.ndarray, shift: np.ndarray, modality: str | None) -> np.ndarray:
     """Return a slice with its content moved by pixels along (y, x); padding moves in."""
     if not shift.any():
         return values_HW
     from scipy import ndimage
 
-    moved = ndimage.shift(
-        values_HW.astype(np.float32), shift, order=1, mode="grid-constant", cval=padding
+    is_finite_HW = np.isfinite(values_HW)
+    padding = padding_of(modality, values_HW[is_finite_HW]) if is_finite_HW.any() else AIR
+    filled_HW = to_int16(np.where(is_finite_HW, values_HW, padding)).astype(np.float32)
+    moved_HW: np.ndarray = ndimage.shift(
+        filled_HW, shift, order=1, mode="grid-constant", cval=padding
     )
-    return to_int16(moved)
+    return moved_HW
 
 
 def _at_even_places(hu_DHW: np.ndarray, places: np.ndarray) -> np.ndarray:
@@ -427,64 +442,3 @@ def _at_even_places(hu_DHW: np.ndarray, places: np.ndarray) -> np.ndarray:
         share = np.clip((index - low) / (high - low), 0, 1)
         out_DHW[index] = to_int16(hu_DHW[upper - 1] * (1 - share) + hu_DHW[upper] * share)
     return out_DHW
-
-
-def _slice(path: Path, file: DicomFile, *, derived: bool) -> _Slice | str:
-    """Return the geometry of a slice, or the kind of an image that is none."""
-    elements = file.elements
-    layout = PixelLayout.from_file(file)
-    image_type = (elements.raw(Tag.IMAGE_TYPE) or b"").decode("ascii", "replace").upper()
-    kinds = {kind.strip(" \0") for kind in image_type.split("\\")}
-    if "LOCALIZER" in kinds:
-        return "localizer"
-    if not derived and kinds.intersection(_DERIVED):
-        return "derived"
-    position = elements.numbers(Tag.POSITION)
-    orientation = elements.numbers(Tag.ORIENTATION)
-    if layout.samples > 1:
-        return "color"
-    if layout.frames > 1:
-        if not position and not elements.vr(Tag.FRAME_GROUPS):  # a film, or rotating views
-            return "multi_frame"
-        raise DicomError(
-            "enhanced files with several frames are not read as a series; convert the file to one "
-            "slice a file",
-            "multi_frame",
-        )
-    if not position or not orientation:
-        return "no_position"
-    directions = _vector(orientation, 6, Tag.ORIENTATION).reshape(2, 3)
-    if not np.allclose(directions @ directions.T, np.eye(2), atol=1e-2):
-        raise damaged(Tag.ORIENTATION, "is not of two directions at a right angle")
-    directions = directions / np.linalg.norm(directions, axis=1, keepdims=True)
-    spacing = _vector(elements.numbers(Tag.PIXEL_SPACING), 2, Tag.PIXEL_SPACING)
-    if not (spacing > 0).all():
-        raise damaged(Tag.PIXEL_SPACING, "is not above 0")
-    modality = listed_modality(elements)
-    rescale_type = elements.text(Tag.RESCALE_TYPE)
-    shape = (layout.rows, layout.columns)
-    return _Slice(
-        path=path,
-        stack=(
-            elements.raw(Tag.SERIES),
-            shape,
-            modality,
-        ),
-        shape=shape,
-        directions=directions,
-        spacing=(float(spacing[0]), float(spacing[1])),
-        position=_vector(position, 3, Tag.POSITION),
-        phases=tuple(elements.raw(tag) for tag in _PHASES),
-        modality=modality,
-        is_hounsfield=modality == "CT"
-        and rescale_type in (None, "HU")
-        and elements.vr(Tag.INTERCEPT) is not None,
-    )
-
-
-def _vector(numbers: Sequence[float | None], size: int, tag: Tag) -> np.ndarray:
-    """Return finite numbers of an element; DicomError ("malformed") for others."""
-    vector = np.array([math.nan if number is None else number for number in numbers])
-    if vector.shape != (size,) or not np.isfinite(vector).all():
-        raise damaged(tag, f"is not of {size} numbers")
-    return vector

@@ -25,9 +25,9 @@ from medvl.data.volumes.volume import (
     DEFAULT_LIMITS,
     MAX_OBLIQUE,
     Volume,
+    VolumeBuilder,
     VolumeLimits,
     to_canonical,
-    to_int16,
 )
 from medvl.errors import ConfigError, VolumeError
 
@@ -39,8 +39,6 @@ _GZIP_RATIO = 1032  # the largest of deflate
 _PIECE = 1 << 20
 _OF_SCANNER = 2
 """Largest code of an sform in the space of a scan; those of a template differ from the qform."""
-_LEAST_RANGE = 16
-"""Range of values with fractions below which rounding to int16 would lose the picture."""
 _MILLIMETRES = {"meter": 1000.0, "mm": 1.0, "micron": 0.001, "unknown": 1.0}
 _RAS_TO_LPS = np.diag([-1.0, -1.0, 1.0])
 
@@ -51,6 +49,7 @@ def read_nifti(
     orientation: str | None = None,
     spacing: tuple[float, float, float] | None = None,
     rescale: tuple[float, float] | None = None,
+    modality: str | None = None,
     max_oblique: float = MAX_OBLIQUE,
     limits: VolumeLimits = DEFAULT_LIMITS,
     folders: InputFolders = ANYWHERE,
@@ -70,6 +69,8 @@ def read_nifti(
             header's too.
         rescale: slope and intercept of files whose header has none and whose values are not
             rescaled yet.
+        modality: CT, MR, ..., which files do not state. Values that are not finite become -1024 in
+            CT and without a modality, else the least value.
         max_oblique: largest angle between an axis and the patient's nearest one, in degrees.
         limits: limits for untrusted files.
         folders: folders that the file must be in, links resolved; default any.
@@ -77,7 +78,7 @@ def read_nifti(
     Raises:
         FileNotFoundError: the file does not exist.
         VolumeError: "malformed", "truncated", "too_large"; "unsupported": not one volume of real
-            numbers (4-D, colour, complex, .hdr/.img pairs), or fractions that int16 would lose;
+            numbers (4-D, colour, complex, .hdr/.img pairs), or values that int16 would lose;
             "missing": no orientation; "conflict": a rescale beside that of the header, or an sform
             against the qform; "tilt", "oblique": see `Volume`; and the codes of
             `InputFolders.open`.
@@ -89,7 +90,7 @@ def read_nifti(
     file = folders.open(path, VolumeError)
     try:
         with file:
-            return _read(file, axes, sides, rescale, max_oblique, limits)
+            return _read(file, axes, sides, rescale, modality, max_oblique, limits)
     except VolumeError as error:
         raise error.prefixed(f"{path}: ") from error
     except OSError as error:
@@ -98,13 +99,15 @@ def read_nifti(
         raise VolumeError(f"{path}: not enough memory for the volume", "too_large") from error
 
 
-def decode_nifti(file: BinaryIO, *, limits: VolumeLimits = DEFAULT_LIMITS) -> Volume:
+def decode_nifti(
+    file: BinaryIO, *, modality: str | None = None, limits: VolumeLimits = DEFAULT_LIMITS
+) -> Volume:
     """Read one volume from an open file, or from memory, as `read_nifti`.
 
     Raises VolumeError as `read_nifti`, without the name of a file.
     """
     try:
-        return _read(file, None, None, None, MAX_OBLIQUE, limits)
+        return _read(file, None, None, None, modality, MAX_OBLIQUE, limits)
     except MemoryError as error:
         raise VolumeError("not enough memory for the volume", "too_large") from error
 
@@ -132,6 +135,7 @@ def _read(
     axes: np.ndarray | None,
     sides: np.ndarray | None,
     rescale: tuple[float, float] | None,
+    modality: str | None,
     max_oblique: float,
     limits: VolumeLimits,
 ) -> Volume:
@@ -166,9 +170,16 @@ def _read(
             "has fewer: copy it again",
             "truncated",
         )
-    stored_KJI = _voxels(stream, header, shape, dtype, rescale)
-    found = to_canonical(stored_KJI, steps[:, ::-1], max_oblique, origin)
-    return Volume(hu_DHW=found.array, spacing=found.spacing, origin=found.origin, angle=found.angle)
+    builder = VolumeBuilder(shape[::-1], modality)
+    _read_voxels(stream, header, dtype, rescale, builder)
+    found = to_canonical(builder.volume(), steps[:, ::-1], max_oblique, origin)
+    return Volume(
+        hu_DHW=found.array,
+        spacing=found.spacing,
+        origin=found.origin,
+        modality=modality,
+        angle=found.angle,
+    )
 
 
 class _Stream:
@@ -315,14 +326,14 @@ def _agree(sform: np.ndarray, qform: np.ndarray | None) -> bool:
     return bool((cosines > 0.985).all()) and is_near
 
 
-def _voxels(
+def _read_voxels(
     stream: _Stream,
     header: Any,
-    shape: tuple[int, int, int],
     dtype: np.dtype[Any],
     rescale: tuple[float, float] | None,
-) -> np.ndarray:
-    """Read the voxels as int16 (k, j, i), slice by slice."""
+    builder: VolumeBuilder,
+) -> None:
+    """Read the voxels (k, j, i), slice by slice."""
     from nibabel.spatialimages import HeaderDataError
 
     try:
@@ -348,27 +359,13 @@ def _voxels(
             "the voxels do not begin behind the header", "malformed", field="vox_offset"
         )
     stream.skip_to(int(offset))
-    out_KJI = np.empty(shape[::-1], np.int16)
-    count = shape[0] * shape[1]
-    low, high, has_fractions = math.inf, -math.inf, False
-    for slice_JI in out_KJI:
+    depth, height, width = builder.shape
+    size = height * width * dtype.itemsize
+    for index in range(depth):
         data = bytearray()
-        while len(data) < count * dtype.itemsize:
-            data += stream.read(min(_PIECE, count * dtype.itemsize - len(data)))
-        stored = np.frombuffer(data, dtype)
-        values = stored * slope + intercept if scales else stored
-        if values.dtype.kind == "f":
-            finite = values[np.isfinite(values)]
-            low, high = finite.min(initial=low), finite.max(initial=high)
-            has_fractions = has_fractions or bool((np.rint(finite) != finite).any())
-        slice_JI[:] = to_int16(values.astype(values.dtype.newbyteorder("="))).reshape(
-            slice_JI.shape
-        )
-    if has_fractions and high - low < _LEAST_RANGE:
-        raise VolumeError(
-            f"the values are fractions from {low:.3g} to {high:.3g}, which int16 would lose; "
-            "multiply them first, such as by 1,000",
-            "unsupported",
-        )
+        while len(data) < size:
+            data += stream.read(min(_PIECE, size - len(data)))
+        stored_JI = np.frombuffer(data, dtype).reshape(height, width)
+        values_JI = stored_JI * slope + intercept if scales else stored_JI
+        builder.put(index, values_JI.astype(values_JI.dtype.newbyteorder("=")))
     stream.read_up_to(io.DEFAULT_BUFFER_SIZE)  # gzip compares its checksum at the end
-    return out_KJI

@@ -1,11 +1,13 @@
 """A file or a series as the volume that shards store."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from medvl.common.untrusted import ANYWHERE, InputFolders
+from medvl.data.dicom.parser import starts_like_dicom
 from medvl.data.volumes.codec import encode_volume, volume_fields
 from medvl.data.volumes.dicom_series import read_dicom_series
 from medvl.data.volumes.nifti import read_nifti
@@ -30,8 +32,8 @@ NPZ_ARRAY = "ct"
 def read_volume(
     path: Path, file: VolumeFile, options: VolumeOptions, folders: InputFolders
 ) -> Volume:
-    """Read a NIfTI file, a NumPy archive (.npz) or the folder of a DICOM series, with the spacing
-    and size of `options`.
+    """Read a NIfTI file, a NumPy archive (.npz), an enhanced DICOM file or the folder of a DICOM
+    series, with the spacing and size of `options`.
 
     Raises FileNotFoundError, VolumeError and DicomError as the readers and `check_hounsfield`.
     """
@@ -42,7 +44,8 @@ def read_original(
     path: Path, file: VolumeFile, options: VolumeOptions, folders: InputFolders
 ) -> Volume:
     """Read a volume as `read_volume`, with the spacing and size of its file."""
-    if path.is_dir():
+    path = _inside(path)
+    if path.is_dir() or _is_dicom(path, folders):
         volume = read_dicom_series(
             path,
             stack=0 if options.stacks == "largest" else None,
@@ -74,13 +77,32 @@ def read_original(
             orientation=file.orientation,
             spacing=file.spacing,
             rescale=file.rescale,
+            modality=file.modality,
             max_oblique=options.max_oblique,
             folders=folders,
         )
-        volume = dataclasses.replace(volume, modality=file.modality)
     if volume.modality == "CT":
         check_hounsfield(volume)
     return volume
+
+
+def _inside(path: Path) -> Path:
+    """Return the only file of a folder that has the name of a NIfTI file, as some archives unpack
+    to `scan.nii/scan.nii`; other paths as they are.
+    """
+    if path.name.lower().endswith((".nii", ".nii.gz")) and path.is_dir():
+        files = [*itertools.islice(path.iterdir(), 2)]
+        if len(files) == 1:
+            return files[0]
+    return path
+
+
+def _is_dicom(path: Path, folders: InputFolders) -> bool:
+    """Return whether a file is a DICOM file, as those of enhanced CT and MR. Raises as
+    `InputFolders.open`.
+    """
+    with folders.open(path, VolumeError) as file:
+        return starts_like_dicom(file.read(132))
 
 
 def prepared(volume: Volume, options: VolumeOptions) -> Volume:
@@ -93,7 +115,7 @@ def prepared(volume: Volume, options: VolumeOptions) -> Volume:
 
 
 def read_organ_volume(
-    path: Path, masks: Path, labels: OrganLabels, options: VolumeOptions
+    path: Path, file: VolumeFile, masks: Path, labels: OrganLabels, options: VolumeOptions
 ) -> OrganVolume:
     """Return a volume and the organ of each voxel, with the spacing and size of `options`.
 
@@ -108,8 +130,8 @@ def read_organ_volume(
             "missing",
             field="organ_masks",
         )
-    volume = read_original(path, VolumeFile(), options, ANYWHERE)
-    organs_DHW = read_organs(files, volume, VolumeFile(), labels, ANYWHERE)
+    volume = read_original(path, file, options, ANYWHERE)
+    organs_DHW = read_organs(files, volume, file, labels, ANYWHERE)
     return OrganVolume(
         hu_DHW=prepared(volume, options).hu_DHW,
         organs_DHW=prepared_organs(organs_DHW, volume, options),

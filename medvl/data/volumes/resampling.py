@@ -18,8 +18,8 @@ def resample_volume(volume: Volume, spacing: Sequence[float], *, antialias: bool
     """Interpolate a volume linearly to another spacing.
 
     Voxel centres are half a voxel from the border (`align_corners=False`), and sides are
-    `int(side * old / new)` as in CT-CLIP and HLIP. Values below -1024 are padding and become -1024
-    first. Works slice by slice: the largest temporary array has the new height and width.
+    `int(side * old / new)` as in CT-CLIP and HLIP. Values of CT below -1024 are padding and become
+    -1024 first. Works slice by slice: the largest temporary array has the new height and width.
 
     Args:
         volume: source.
@@ -45,8 +45,9 @@ def resample_volume(volume: Volume, spacing: Sequence[float], *, antialias: bool
     ]
     depth, height, width = sides
     planes_DHW = np.empty((shape[0], height, width), np.float32)
+    least = AIR if volume.modality in (None, "CT") else np.iinfo(np.int16).min
     for source_HW, plane_HW in zip(volume.hu_DHW, planes_DHW, strict=True):
-        values_HW = np.maximum(source_HW, AIR).astype(np.float32)
+        values_HW = np.maximum(source_HW, least).astype(np.float32)
         for axis, sigma in enumerate(sigmas[1:]):
             if sigma:
                 values_HW = ndimage.gaussian_filter1d(values_HW, sigma, axis, mode="nearest")
@@ -127,7 +128,8 @@ def crop_or_pad(volume: Volume, size: Sequence[int], *, value: int | None = None
     Args:
         volume: source.
         size: voxels along (z, y, x).
-        value: that of padding; None: -1024 for CT and volumes without a modality, else 0.
+        value: that of padding; None: -1024 for CT and volumes without a modality, else the least
+            value of the volume.
 
     Raises:
         ConfigError: "out_of_range" for `size`.
@@ -138,7 +140,7 @@ def crop_or_pad(volume: Volume, size: Sequence[int], *, value: int | None = None
             "out_of_range",
             field="size",
         )
-    fill = padding_of(volume.modality) if value is None else value
+    fill = padding_of(volume.modality, volume.hu_DHW) if value is None else value
     out_DHW = np.full(tuple(size), fill, volume.hu_DHW.dtype)
     source = []
     target = []
@@ -171,6 +173,8 @@ def apply_window(hu: np.ndarray, low: float, high: float) -> np.ndarray:
 Window = tuple[float, float]
 
 
+PERCENTILES = (0.5, 99.5)
+"""Percentiles that are black and white where values have no unit."""
 CHEST_WINDOWS: tuple[Window, Window, Window] = ((-1150, 350), (-160, 240), (-200, 1200))
 """Lung, soft tissue and bone in Hounsfield units, as red, green and blue."""
 
@@ -179,14 +183,16 @@ def rgb_slices(
     volume: Volume,
     places: Sequence[int] | None = None,
     *,
-    windows: tuple[Window, Window, Window] = CHEST_WINDOWS,
+    windows: tuple[Window, Window, Window] | None = None,
 ) -> np.ndarray:
     """Return axial slices as uint8 RGB (N, H, W, 3), a window for each channel, front upwards.
 
     Args:
         volume: source.
         places: indices along z; None: the middle one.
-        windows: values that become 0 and 255 in each channel.
+        windows: values that become 0 and 255 in each channel; None: `CHEST_WINDOWS` for CT and
+            volumes without a modality; for others, which have no unit, the range between the
+            0.5th and the 99.5th percentile of `volume`.
 
     Raises:
         ConfigError: "out_of_range" for a place outside of the volume, or for a window.
@@ -198,5 +204,10 @@ def rgb_slices(
             f"expected places from 0 to {depth - 1}, got {chosen}", "out_of_range", field="places"
         )
     slices_NHW = volume.hu_DHW[chosen]
+    if windows is None:
+        windows = CHEST_WINDOWS
+        if volume.modality not in (None, "CT"):
+            low, high = np.percentile(volume.hu_DHW, PERCENTILES)
+            windows = ((float(low), max(float(high), float(low) + 1)),) * 3
     channels = [apply_window(slices_NHW, low, high) for low, high in windows]
     return np.rint(np.stack(channels, axis=-1) * 255).astype(np.uint8)

@@ -14,7 +14,7 @@ import numpy as np
 from medvl.common.untrusted import ANYWHERE
 from medvl.data.volumes.options import OrganLabels, VolumeFile, VolumeOptions
 from medvl.data.volumes.organs import OrganVolume, organ_box
-from medvl.data.volumes.volume import AIR, Volume
+from medvl.data.volumes.volume import AIR, Volume, padding_of
 from medvl.errors import ConfigError, VolumeError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, int, int]
-_IMAGES = (".png", ".jpg", ".jpeg", ".dcm", ".dicom")
+_IMAGES = (".png", ".jpg", ".jpeg")
 
 
 class Extent(NamedTuple):
@@ -72,7 +72,9 @@ def embedded_parts(prepared: "Tensor | OrganVolumes") -> "tuple[Tensor, ...]":
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VolumeTransform:
-    """Crop to a size; sides that are smaller are padded with air on both ends."""
+    """Crop to a size; sides that are smaller are padded on both ends, with air in CT, else with the
+    least value of the volume.
+    """
 
     size: Shape
     """Voxels along (z, y, x)."""
@@ -120,6 +122,11 @@ class VolumeTransform:
         """Spacing and size of the shards that the model was trained on."""
         return VolumeOptions()
 
+    @property
+    def modality(self) -> str:
+        """Modality of the shards that the model was trained on, and of files that state none."""
+        return "CT"
+
     def settings(self) -> dict[str, Any]:
         """Return the fields that make up the transform of stored volumes."""
         return {"size": list(self.size), "organs": self.organs}
@@ -129,9 +136,9 @@ class VolumeTransform:
         and their organs.
 
         Args:
-            volumes: one volume or a list of them: NIfTI files, folders of DICOM series, `Volume`,
-                or int16 arrays (D, H, W) of the shards' spacing; with `organs`, files, or
-                `OrganVolume` of the shards' spacing.
+            volumes: one volume or a list of them: NIfTI files, folders of DICOM series, enhanced
+                DICOM files, `Volume`, or int16 arrays (D, H, W) of the shards' spacing; with
+                `organs`, files, or `OrganVolume` of the shards' spacing.
 
         Raises VolumeError, DicomError or FileNotFoundError if a volume cannot be read, ConfigError
         for an empty list.
@@ -155,9 +162,12 @@ class VolumeTransform:
     def _whole_cut(self, values: np.ndarray | OrganVolume) -> CutVolume:
         """Return the cut of what `read` returns."""
         if not isinstance(values, OrganVolume):
-            return CutVolume(self.fill(values, self.cut(values.shape)), None)
+            padding = padding_of(self.modality, values)
+            return CutVolume(self.fill(values, self.cut(values.shape), padding), None)
         cut = self.cut(values.hu_DHW.shape, box=organ_box(values.organs_DHW))
-        return CutVolume(self.fill(values.hu_DHW, cut), self.fill(values.organs_DHW, cut, 0))
+        padding = padding_of(self.modality, values.hu_DHW)
+        filled_DHW = self.fill(values.hu_DHW, cut, padding)
+        return CutVolume(filled_DHW, self.fill(values.organs_DHW, cut, 0))
 
     def empty(self) -> CutVolume:
         """Return air without organs, for a sample without a volume."""
@@ -183,7 +193,8 @@ class VolumeTransform:
                     "missing",
                     field="organ_masks",
                 )
-            return read_organ_volume(path, self.organ_masks, self.organ_labels, self.stored)
+            file = VolumeFile(modality=self.modality)
+            return read_organ_volume(path, file, self.organ_masks, self.organ_labels, self.stored)
         if self.organs:
             if not isinstance(volume, OrganVolume):
                 raise VolumeError(
@@ -200,15 +211,16 @@ class VolumeTransform:
         return values
 
     def original(self, volume: "str | os.PathLike[str] | Volume") -> Volume:
-        """Return a volume before it gets the spacing and size of the shards: a NIfTI file, or the
-        folder of a DICOM series. Raises as a call does.
+        """Return a volume before it gets the spacing and size of the shards: a NIfTI file, an
+        enhanced DICOM file, or the folder of a DICOM series. Raises as a call does.
         """
         from medvl.data.volumes.reading import read_volume
 
         if isinstance(volume, Volume):
             return volume
         as_is = dataclasses.replace(self.stored, spacing=None, size=None)
-        return read_volume(_volume_path(volume), VolumeFile(), as_is, ANYWHERE)
+        file = VolumeFile(modality=self.modality)
+        return read_volume(_volume_path(volume), file, as_is, ANYWHERE)
 
     def extents(
         self,
@@ -282,10 +294,15 @@ class OriginalVolumeTransform(VolumeTransform):
     """
 
     shards: VolumeOptions = dataclasses.field(default_factory=VolumeOptions)
+    shards_modality: str = "CT"
 
     @property
     def stored(self) -> VolumeOptions:
         return self.shards
+
+    @property
+    def modality(self) -> str:
+        return self.shards_modality
 
 
 def stored_shape(extra: Mapping[str, object]) -> Shape:

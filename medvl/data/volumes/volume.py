@@ -16,7 +16,7 @@ import numpy as np
 from medvl.errors import VolumeError
 
 AIR = -1024
-"""Value of padding, in Hounsfield units: what a scanner writes outside of its circle."""
+"""Value of padding of CT, in Hounsfield units: what a scanner writes outside of its circle."""
 MAX_TILT = 0.5
 """Degrees by which the axes of a volume may deviate from right angles."""
 MAX_OBLIQUE = 20.0
@@ -28,6 +28,10 @@ _DENSE = 800
 """Hounsfield units above which little of a body is: cortical bone, teeth and metal."""
 _MOST_DENSE = 0.2
 _INT16 = np.iinfo(np.int16)
+_LEAST_RANGE = 16
+"""Range of values with fractions below which rounding to int16 would lose the picture."""
+_MOST_BEYOND = 0.001
+"""Share of values above the range of int16 that may be cut: single bright voxels."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,15 +72,77 @@ class Volume:
     in degrees.
     """
     dropped: Mapping[str, int] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
-    """Number of files of the folder that are no slice of the volume, by kind: localizer, derived,
-    duplicate, no_position, not_dicom, no_pixels, color, multi_frame, other_stack,
-    beyond_gap.
+    """Number of files of the folder, or of frames of enhanced ones, that are no slice of the
+    volume, by kind: localizer, derived, duplicate, no_position, not_dicom, no_pixels, color,
+    multi_frame, no_scan, other_stack, beyond_gap.
     """
 
 
-def padding_of(modality: str | None) -> int:
-    """Return the value of padding: `AIR` for CT and files that state no modality, 0 for others."""
-    return AIR if modality in (None, "CT") else 0
+def padding_of(modality: str | None, values: np.ndarray) -> int:
+    """Return the value of padding: `AIR` for CT and files that state no modality, for others the
+    least of `values`, which are theirs.
+    """
+    return AIR if modality in (None, "CT") else int(values.min())
+
+
+class VolumeBuilder:
+    """An int16 volume that is filled slice by slice.
+
+    Values that are not finite are padding, `padding_of` the volume.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], modality: str | None) -> None:
+        self.shape = shape
+        self._values_DHW = np.empty(shape, np.int16)
+        self._is_ct = modality in (None, "CT")
+        self._missing: dict[int, np.ndarray] = {}  # slice: packed bits
+        self._low = math.inf
+        self._high = -math.inf
+        self._has_fractions = False
+        self._beyond = 0
+
+    def put(self, index: int, values_HW: np.ndarray) -> None:
+        """Round a slice of real numbers, and store it."""
+        values = values_HW
+        if values_HW.dtype.kind == "f":
+            is_finite_HW = np.isfinite(values_HW)
+            values = values_HW[is_finite_HW]
+            if values.size != values_HW.size and not self._is_ct:
+                self._missing[index] = np.packbits(~is_finite_HW)
+            if not self._has_fractions:
+                self._has_fractions = bool((np.rint(values) != values).any())
+        if values.size:
+            self._low = min(self._low, float(values.min()))
+            self._high = max(self._high, float(values.max()))
+        if self._high > _INT16.max:
+            self._beyond += int(np.count_nonzero(values > _INT16.max))
+        self._values_DHW[index] = to_int16(values_HW)
+
+    def volume(self) -> np.ndarray:
+        """Return the volume, int16 (D, H, W).
+
+        Raises VolumeError ("unsupported") for fractions that int16 would lose, and for values
+        above its range.
+        """
+        if self._has_fractions and self._high - self._low < _LEAST_RANGE:
+            raise VolumeError(
+                f"the values are fractions from {self._low:.3g} to {self._high:.3g}, which int16 "
+                "would lose; multiply them first, such as by 1,000",
+                "unsupported",
+            )
+        if self._beyond > _MOST_BEYOND * self._values_DHW.size:
+            share = 100 * self._beyond / self._values_DHW.size
+            raise VolumeError(
+                f"{share:.1f} % of the values are above {_INT16.max}, which int16 would cut; "
+                "divide them first, such as by 10",
+                "unsupported",
+            )
+        least = to_int16(np.array(self._low)) if math.isfinite(self._low) else 0
+        for index, bits in self._missing.items():
+            slice_HW = self._values_DHW[index]
+            is_missing_HW = np.unpackbits(bits, count=slice_HW.size).reshape(slice_HW.shape)
+            slice_HW[is_missing_HW.astype(bool)] = least
+        return self._values_DHW
 
 
 def check_hounsfield(volume: Volume) -> None:

@@ -187,8 +187,9 @@ function showFacts(view) {
 function setSliders(window) {
   find("window").hidden = !window;
   if (!window) return;
-  const range = ofVolumes() ? 2000 : Math.max(window.high - window.low, window.width, 1e-6);
-  if (ofVolumes()) window = { ...window, low: -1024, high: 1500 };
+  const range = window.hounsfield ? 2000 : Math.max(window.high - window.low, window.width, 1e-6);
+  if (window.hounsfield) window = { ...window, low: -1024, high: 1500 };
+  if (ofVolumes()) find("presets").hidden = !window.hounsfield;
   Object.assign(find("center"), { min: Math.min(window.low, window.center - window.width / 2), max: Math.max(window.high, window.center + window.width / 2) });
   Object.assign(find("width"), { min: range / 256, max: 2 * range });
   for (const name of ["center", "width"]) {

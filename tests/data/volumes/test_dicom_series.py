@@ -65,8 +65,8 @@ def test_the_slope_of_each_slice_is_applied(tmp_path):
     np.testing.assert_array_equal(read_dicom_series(tmp_path / "a").hu_DHW, hu_DHW)
 
 
-@pytest.mark.parametrize(("modality", "pad"), [("CT", -1024), ("MR", 0)])
-def test_padding_becomes_air(tmp_path, modality, pad):
+@pytest.mark.parametrize(("modality", "pad"), [("CT", -1024), ("MR", int(HU[:, :, 1:].min()))])
+def test_padding_becomes_air_or_the_least_value(tmp_path, modality, pad):
     hu_DHW = np.where(np.arange(4) == 0, -3024, HU).astype(int)
     stored = {
         index: {
@@ -284,18 +284,35 @@ def test_damaged_geometry_is_refused(tmp_path, fields, code, field):
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "dropped"),
     [
-        {"ImageOrientationPatient": [1, 0, 0, 0, 1, 0], "ImagePositionPatient": [0, 0, 0]},
-        {"PerFrameFunctionalGroupsSequence": [Dataset()] * 3},  # enhanced CT
+        (
+            {"ImageOrientationPatient": [1, 0, 0, 0, 1, 0], "ImagePositionPatient": [0, 0, 0]},
+            {"multi_frame": 1},
+        ),
+        ({"PerFrameFunctionalGroupsSequence": [Dataset()] * 3}, {"no_position": 3}),
     ],
 )
-def test_frames_are_no_series(tmp_path, fields):
+def test_frames_without_places_are_dropped(tmp_path, fields, dropped):
     frames = image_dataset(np.zeros((3, 5, 4), np.uint16), NumberOfFrames=3, **fields)
     write_series(tmp_path / "a", HU)
-    write_dataset(tmp_path / "a" / "x", frames)
-    with raises(DicomError, "multi_frame"):
-        read_dicom_series(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    for folder in ("a", "b"):
+        write_dataset(tmp_path / folder / "x", frames)
+    volume = read_dicom_series(tmp_path / "a")
+    np.testing.assert_array_equal(volume.hu_DHW, HU)
+    assert dict(volume.dropped) == dropped
+    with raises(VolumeError, "empty", names=f"{sum(dropped.values())} {next(iter(dropped))}"):
+        read_dicom_series(tmp_path / "b")
+
+
+def test_images_of_several_kinds_at_one_place_are_stacks(tmp_path):
+    """Magnitude and phase of MR share series, acquisition and echo."""
+    kinds = (["ORIGINAL", "PRIMARY", "M"], ["ORIGINAL", "PRIMARY", "P"])
+    for number, kind in enumerate(kinds):
+        write_series(tmp_path / kind[2], HU + number, ImageType=kind, Modality="MR")
+    for number in range(2):
+        np.testing.assert_array_equal(read_dicom_series(tmp_path, stack=number).hu_DHW, HU + number)
 
 
 def test_films_and_colour_beside_slices_are_dropped(tmp_path):

@@ -79,9 +79,14 @@ def test_stored_types_and_slopes_equal_nibabel(tmp_path, dtype, scaling):
 
 
 def test_values_are_rounded_and_clipped(tmp_path):
-    array = np.array([-1e9, -0.6, 0.4, 1e9, np.nan, np.inf], np.float32).reshape(1, 1, 6)
+    """Single voxels above the range of int16 are cut, larger parts are refused."""
+    array = np.zeros((12, 12, 12), np.float32)
+    array[0, 0, :6] = [-1e9, -0.6, 0.4, 1e9, np.nan, np.inf]
     hu_DHW = read_nifti(save(tmp_path / "a.nii", array)).hu_DHW
-    assert hu_DHW.ravel().tolist() == [-32768, -1, 0, 32767, -1024, -1024]
+    assert hu_DHW[:6, -1, -1].tolist() == [-32768, -1, 0, 32767, -1024, -1024]
+    array[0, 1, :2] = 40_000
+    with raises(VolumeError, "unsupported", names="0.2 % of the values are above 32767"):
+        read_nifti(save(tmp_path / "b.nii", array))
 
 
 def test_qform_units_and_files_without_orientation(tmp_path):
