@@ -61,7 +61,7 @@ from medvl.eval.retrieval.rerank import (
 )
 from medvl.eval.retrieval.similarity import encode_images, paired_similarity
 from medvl.models.base import System, evaluating
-from medvl.models.downstream.retrieval import RetrievalModel
+from medvl.models.downstream.ranking import as_matcher
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.schema import Sample
@@ -427,7 +427,7 @@ class Matching(ModelEvaluation):
     def evaluate(self, model: System, source: ShardSource, setup: Setup) -> MatchingResult:
         """Return the metrics of the choices."""
         return image_text_matching(
-            model.as_matcher() if isinstance(model, RetrievalModel) else model,
+            as_matcher(model),
             setup.loader(source, model, sections=self.sections),
             resamples=setup.resamples,
             checkpoint=self.checkpoint,

@@ -56,17 +56,15 @@ if TYPE_CHECKING:
         create_fused_classifier as create_fused_classifier,
     )
     from medvl.models.downstream.lvit import LViT as LViT, LViTConfig as LViTConfig
-    from medvl.models.downstream.regions import create_region_detector as create_region_detector
-    from medvl.models.downstream.retrieval import (
-        RetrievalConfig as RetrievalConfig,
-        RetrievalModel as RetrievalModel,
-        create_retrieval as create_retrieval,
-    )
-    from medvl.models.downstream.vqa.choices import (
+    from medvl.models.downstream.ranking import (
         ChoiceConfig as ChoiceConfig,
         ChoiceModel as ChoiceModel,
+        RetrievalConfig as RetrievalConfig,
+        RetrievalModel as RetrievalModel,
         create_choices as create_choices,
+        create_retrieval as create_retrieval,
     )
+    from medvl.models.downstream.regions import create_region_detector as create_region_detector
     from medvl.models.downstream.vqa.decoder import (
         DecoderConfig as DecoderConfig,
         VQAConfig as VQAConfig,

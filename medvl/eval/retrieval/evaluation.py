@@ -43,7 +43,7 @@ from medvl.eval.retrieval.candidate_lists import RetrievalList
 from medvl.eval.retrieval.image_text import NearestCandidates, RetrievalExamples, RetrievalResult
 from medvl.eval.retrieval.rerank import ShortlistModel
 from medvl.models.base import System
-from medvl.models.downstream.retrieval import RetrievalModel
+from medvl.models.downstream.ranking import as_matcher
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.fusion_encoders.bases.base import FusionModel
 
@@ -397,7 +397,7 @@ class Retrieval(ModelEvaluation):
             source = setup.source(self.data, self.rerank)
             fusion = setup.model(self.rerank, field="rerank")
             loader = setup.loader(source, fusion, sections=self.sections)
-        fusion = fusion.as_matcher() if isinstance(fusion, RetrievalModel) else fusion
+        fusion = as_matcher(fusion)
         if not isinstance(fusion, FusionModel):
             advice = "give the checkpoint of a fusion-encoder"
             raise unsupported_model(self.rerank, fusion, advice, field="rerank")

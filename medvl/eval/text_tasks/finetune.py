@@ -22,7 +22,7 @@ from medvl.data.text_tasks.tasks import TextExample, TextTask
 from medvl.data.tokenizer.tokenizer import IGNORED, Tokenizer, Truncation, pad_rows, row_mask
 from medvl.encoders import TextEncoder, parameter_groups
 from medvl.eval.text_tasks.metrics import Predicted
-from medvl.models.downstream.retrieval import TextHead, TextPool
+from medvl.models.language.base import TextHead, TextPool
 
 # Examples of a text task as token ids, once for all runs, and batches of similar lengths.
 #

@@ -60,8 +60,8 @@ from medvl.eval.text_tasks.metrics import (
     summed_metric,
 )
 from medvl.models.checkpoint_folder import find_checkpoint
-from medvl.models.downstream.retrieval import TextPool
 from medvl.models.factory import get_tokenizer
+from medvl.models.language.base import TextPool
 
 PROTOCOL = "text_tasks"
 PROTOCOL_VERSION = 2

@@ -34,8 +34,7 @@ from medvl.eval.retrieval.rerank import Encoded, check_matching, encode_texts, m
 from medvl.eval.retrieval.similarity import paired_similarity
 from medvl.eval.vqa.protocol import AnswerVocabulary, VQAProtocol
 from medvl.models.base import System
-from medvl.models.downstream.retrieval import RetrievalModel
-from medvl.models.downstream.vqa.choices import ChoiceModel
+from medvl.models.downstream.ranking import as_matcher
 from medvl.models.downstream.vqa.model import VQA
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.fusion_encoders.bases.base import FusionModel
@@ -393,8 +392,7 @@ def option_scorer(
     """
     check_choice(score, SCORES, "score")
     found: dict[str, OptionScorer] = {}
-    if isinstance(model, RetrievalModel | ChoiceModel):
-        model = model.as_matcher()
+    model = as_matcher(model)
     if isinstance(model, FusionModel) and (model.can_match or not isinstance(model, DualEncoder)):
         found["matching"] = MatchingScorer(model, templates)
     if isinstance(model, DualEncoder):

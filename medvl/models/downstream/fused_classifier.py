@@ -46,6 +46,8 @@ class FusionTaskConfig(SystemConfig):
     """Name of the fusion-encoder's system: m3ae, medvill, dual_stream, ..."""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of its configuration that differ from the published ones."""
+    published_head_lr_mult: ClassVar[float] = 1.0
+    """Published value of `head_lr_mult`."""
     head_lr_mult: float | None = None
     """Learning rate of the head, as a multiple of the encoders'; None is the published one of
     the head.
@@ -63,7 +65,7 @@ class FusionTaskConfig(SystemConfig):
     @property
     def effective_head_lr_mult(self) -> float:
         """`head_lr_mult`, or the published value of the head if it is None."""
-        return 1.0 if self.head_lr_mult is None else self.head_lr_mult
+        return self.published_head_lr_mult if self.head_lr_mult is None else self.head_lr_mult
 
 
 class FusionTask(System):

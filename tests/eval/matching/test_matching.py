@@ -17,8 +17,8 @@ from medvl.eval import ShortlistModel, image_text_matching, reranked_retrieval, 
 from medvl.eval.core.results import PageHeader
 from medvl.eval.matching import MIRROR, OTHER, OWN, choose_texts
 from medvl.eval.robustness.scorers import make_scorer
-from medvl.models import FusionModel
-from medvl.models.downstream.retrieval import RetrievalModel
+from medvl.models import FusionModel, RetrievalModel
+from medvl.models.downstream.ranking import as_matcher
 
 REPORTS = [*TEXTS, "Dense left consolidation of the lungs.", "", "No effusion."]
 
@@ -148,4 +148,4 @@ def test_a_system_that_was_not_trained_to_match_is_refused() -> None:
         )
     with raises(EvaluationError, "unsupported", "model"):
         make_scorer(model, [], [], None)
-    assert RetrievalModel.on(model).as_matcher().can_match
+    assert as_matcher(RetrievalModel.on(model)).can_match

@@ -51,7 +51,7 @@ from medvl.eval.text_tasks.metrics import (
 )
 from medvl.eval.text_tasks.protocol import TaskRun, TextTaskResult, complete_tasks
 from medvl.models import create_model, save
-from medvl.models.downstream.retrieval import TextHead
+from medvl.models.language.base import TextHead
 
 SIZES = {
     "hidden_size": 32,

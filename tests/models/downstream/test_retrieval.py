@@ -11,8 +11,8 @@ from helpers.fusion_samples import TINY, flags, make_batch, tiny_model, tiny_tok
 from torch.nn.functional import cross_entropy
 
 from medvl.errors import ConfigError
-from medvl.models import RetrievalModel, create_retrieval, load, save
-from medvl.models.downstream.retrieval import sample_texts
+from medvl.models import FusionModel, RetrievalModel, create_retrieval, load, save
+from medvl.models.downstream.ranking import as_matcher, sample_texts
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 TOKENIZER = tiny_tokenizer()
@@ -84,7 +84,8 @@ def test_matcher_scores_with_the_trained_head(tmp_path: Path) -> None:
     save(model, tmp_path)
     loaded = load(tmp_path)
     assert isinstance(loaded, RetrievalModel)
-    matcher, batch = loaded.as_matcher(), make_batch(TOKENIZER)
+    matcher, batch = as_matcher(loaded), make_batch(TOKENIZER)
+    assert isinstance(matcher, FusionModel)
     with torch.no_grad():
         text, image = (
             matcher.text_tokens(batch.ids_BT, batch.mask_BT),
