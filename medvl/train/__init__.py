@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         Linear as Linear,
         OptimConfig as OptimConfig,
         Plateau as Plateau,
+        RewardConfig as RewardConfig,
         Schedule as Schedule,
         StepDecay as StepDecay,
         TrainConfig as TrainConfig,
@@ -51,13 +52,14 @@ if TYPE_CHECKING:
     from medvl.train.parallel.distributed import TrainLoader as TrainLoader
     from medvl.train.recipe import (
         Recipe as Recipe,
+        RewardRecipe as RewardRecipe,
         ZeroShotRecipe as ZeroShotRecipe,
         data_advice as data_advice,
         pretraining_run as pretraining_run,
         zero_shot_run as zero_shot_run,
     )
     from medvl.train.recipe_files import choose as choose, launch as launch
-    from medvl.train.rewards.task import RewardConfig as RewardConfig, RewardTask as RewardTask
+    from medvl.train.rewards.task import RewardTask as RewardTask
     from medvl.train.run import Run as Run, pretraining as pretraining
     from medvl.train.tasks.generation import (
         AutoencoderRecipe as AutoencoderRecipe,
@@ -75,7 +77,6 @@ if TYPE_CHECKING:
         open_data as open_data,
         open_pairs as open_pairs,
     )
-    from medvl.train.tasks.rewards import RewardRecipe as RewardRecipe
     from medvl.train.tasks.supervised import (
         ChangeDataConfig as ChangeDataConfig,
         ClassificationDataConfig as ClassificationDataConfig,

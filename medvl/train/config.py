@@ -8,6 +8,7 @@ of a contrastive loss.
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
@@ -382,3 +383,62 @@ class TrainConfig:
         """
         limits = [self.steps, self.epochs and self.epochs * steps_per_epoch]
         return min(limit for limit in limits if limit is not None)
+
+
+REWARDS = ("findings", "severities", "ngrams", "novelty", "length", "sentences", "radgraph")
+"""Names of the rewards of texts (`medvl.train.rewards.text_rewards`)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Settings of training on rewards."""
+
+    method: Literal["self_critical", "group"] = "self_critical"
+    """What a sampled text is compared with: the greedy text, or the others of its image."""
+    samples: int = 1
+    """Texts that are sampled for each image; 4 in CXRMate-2's `group`."""
+    weights: Mapping[str, float] = dataclasses.field(
+        default_factory=lambda: {**dict.fromkeys(REWARDS, 0.0), "findings": 1.0, "ngrams": 0.5}
+    )
+    """Weight of each of `REWARDS`; those without one are not computed."""
+    text_encoder: str = "minilm"
+    """Text encoder of the reward sentences, a preset with published weights."""
+    temperature: float = 1.0
+    """The policy's logits are divided by it, in sampling and in the loss."""
+    entropy_weight: float = 0.05
+    """Weight of the entropy of `self_critical`; 0.05 in EAST."""
+    reference_weight: float = 0.0
+    """Weight of the distance of `group` to the model at the start of the run, of which a copy is
+    held; 0.04 in CXRMate-2.
+    """
+    word_weight: float = 0.0
+    """Weight of the loss of words of the true reports, beside that of the sampled texts (Paulus et
+    al., arXiv 1705.04304, equation 16).
+    """
+    seed: int = 0
+    """Seed of sampling."""
+    token_budget: int | None = None
+    """Sampled tokens, over all ranks, after which the run ends."""
+    second_budget: float | None = None
+    """Seconds of sampling and of rewards, on the mean of the ranks, after which the run ends."""
+
+    def __post_init__(self) -> None:
+        check_choice(self.method, ("self_critical", "group"), "method")
+        check_within(self, "[1, inf)", "samples")
+        check_within(self, "(0, inf)", "temperature", "token_budget", "second_budget")
+        check_within(self, "[0, inf)", "entropy_weight", "reference_weight", "word_weight")
+        for name in self.weights:
+            check_choice(name, REWARDS, "weights")
+        if not self.used:
+            raise ConfigError("expected a reward with a weight, got none", "empty", field="weights")
+        if self.method == "group" and self.samples < 2:
+            message = "group compares texts of one image: set samples to 2 or more, got 1"
+            raise ConfigError(message, "conflict", field="samples")
+        if self.method != "group" and self.reference_weight:
+            message = "self_critical has no distance to the start: set reference_weight to 0"
+            raise ConfigError(message, "conflict", field="reference_weight")
+
+    @property
+    def used(self) -> dict[str, float]:
+        """Rewards that have a weight."""
+        return {name: weight for name, weight in self.weights.items() if weight}

@@ -23,7 +23,7 @@ from medvl.common.label_names import named_as
 from medvl.errors import ConfigError
 from medvl.models.base import SystemConfig, TowersConfig
 from medvl.schema import COMPETITION_FINDINGS
-from medvl.train.config import OptimConfig, TrainConfig
+from medvl.train.config import OptimConfig, RewardConfig, TrainConfig
 from medvl.train.tasks.pretraining import DataConfig, LoaderConfig
 
 if TYPE_CHECKING:
@@ -65,6 +65,14 @@ class ZeroShotRecipe(Recipe[TowersConfig, DataConfig]):
 
     prompts: str | None = "chexpert_ensemble"
     """Prompt set of the zero-shot evaluation during training; None for a corpus without labels."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardRecipe(Recipe[Any, Any]):
+    """All settings of a run that trains a report generator on rewards of its own texts."""
+
+    rewards: RewardConfig
+    """What sampled texts are rewarded for, and compared with."""
 
 
 def pretraining_run(

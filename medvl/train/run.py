@@ -16,14 +16,13 @@ from medvl.common.seeding import seeded
 from medvl.encoders.pretrained import split_set
 from medvl.models import create_model
 from medvl.models.checkpoint_folder import find_checkpoint, weights_sha256
-from medvl.train.config import OptimConfig, TrainConfig
+from medvl.train.config import OptimConfig, RewardConfig, TrainConfig
 from medvl.train.loop.state import Evaluator
 from medvl.train.loop.trainer import TrainResult, train
 from medvl.train.tasks.pretraining import DataLoaders, LoaderConfig, open_data
 
 if TYPE_CHECKING:
     from medvl.train.recipe import Recipe
-    from medvl.train.rewards.task import RewardConfig
 
 
 # What a run starts from, by content: checkpoints, weights of one's own, the vocabulary and files
@@ -96,7 +95,7 @@ class Run:
     model: nn.Module
     data: DataLoaders
     evals: Sequence[Evaluator] = ()
-    rewards: "RewardConfig | None" = None
+    rewards: RewardConfig | None = None
     """Train on rewards of sampled texts."""
 
     def with_evaluator(self, create: Callable[[Any], Evaluator]) -> "Run":

@@ -32,7 +32,7 @@ from medvl.common.seeding import preserve_generators
 from medvl.errors import CheckpointError, ConfigError, TrainingError
 from medvl.models.base import evaluating
 from medvl.schema import Batch
-from medvl.train.config import Interval, OptimConfig, Plateau, TrainConfig
+from medvl.train.config import Interval, OptimConfig, Plateau, RewardConfig, TrainConfig
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.checkpoint import Checkpoints
 from medvl.train.fault_tolerance.guards import StopSignals, freeze_existing_objects, with_advice
@@ -59,7 +59,7 @@ from medvl.train.parallel.distributed import (
 from medvl.train.parallel.model import ParallelModel
 
 if TYPE_CHECKING:
-    from medvl.train.rewards.task import RewardConfig, RewardTask
+    from medvl.train.rewards.task import RewardTask
 
 _log = logging.getLogger(__name__)
 _MAX_EMPTY_UPDATES = 1000
@@ -109,7 +109,7 @@ def train(
     config: TrainConfig,
     valid_loader: Iterable[Batch] | None = None,
     evals: Sequence[Evaluator] = (),
-    rewards: "RewardConfig | None" = None,
+    rewards: RewardConfig | None = None,
     run: Mapping[str, Any] | None = None,
 ) -> TrainResult:
     """Train a model, or resume an interrupted run: the same call does both.
@@ -195,7 +195,7 @@ class Training:
         valid_loader: Iterable[Batch] | None = None,
         evals: Sequence[Evaluator] = (),
         run: Mapping[str, Any] | None = None,
-        rewards: "RewardConfig | None" = None,
+        rewards: RewardConfig | None = None,
     ) -> None:
         self._valid_loader = valid_loader
         self._evals = evals
@@ -543,7 +543,7 @@ def _check(loader: TrainLoader, optim: OptimConfig, config: TrainConfig, validat
             raise ConfigError(message, "conflict", field=field)
 
 
-def _reward_task(rewards: "RewardConfig", parallel: ParallelModel) -> "RewardTask":
+def _reward_task(rewards: RewardConfig, parallel: ParallelModel) -> "RewardTask":
     """Return the task, whose import brings report generators, which other runs do not need."""
     from medvl.train.rewards.task import RewardTask
 

@@ -151,8 +151,6 @@ def radgraph_reward() -> Reward:
     return lambda text, reference: scores([text], [reference])["radgraph_partial"][0]
 
 
-REWARDS = ("findings", "severities", "ngrams", "novelty", "length", "sentences", "radgraph")
-"""Names of rewards."""
 _OF_TEXTS: Mapping[str, Reward] = {
     "findings": findings_reward,
     "severities": severities_reward,
@@ -164,7 +162,10 @@ _OF_TEXTS: Mapping[str, Reward] = {
 
 @functools.cache
 def open_reward(name: str, text_encoder: str) -> Reward:
-    """Return one of `REWARDS`. Raises as `SentenceReward` and `radgraph_reward`."""
+    """Return one of `medvl.train.config.REWARDS`.
+
+    Raises ConfigError as `SentenceReward` and `radgraph_reward`.
+    """
     if name == "sentences":
         return SentenceReward(text_encoder)
     return radgraph_reward() if name == "radgraph" else _OF_TEXTS[name]

@@ -27,6 +27,7 @@ from medvl.models.report_generators.base import ReportGenerator
 from medvl.models.text_decoding import Decoding
 from medvl.schema import Batch, TextFeatures
 from medvl.train import Constant, RewardConfig, RewardTask, TrainResult
+from medvl.train.config import REWARDS
 from medvl.train.parallel.distributed import RankInfo
 from medvl.train.parallel.model import DDPModel
 from medvl.train.rewards import text_rewards as rewards_of_texts
@@ -416,8 +417,13 @@ def test_the_reward_rises(tokenizer: Tokenizer) -> None:
     assert sum(means[-10:]) > 1.5 * sum(means[:10])
 
 
+@pytest.mark.parametrize("name", sorted({*REWARDS} - {"sentences", "radgraph"}))
+def test_every_name_of_the_settings_has_a_reward(name: str) -> None:
+    assert 0 < open_reward(name, "minilm")(REFERENCE, REFERENCE) <= 1
+
+
 def test_rewards_without_a_weight_are_not_computed() -> None:
-    assert set(RewardConfig().weights) == set(rewards_of_texts.REWARDS)  # options of a run
+    assert tuple(RewardConfig().weights) == REWARDS  # options of a run
     assert RewardConfig().used == {"findings": 1.0, "ngrams": 0.5}
 
 
