@@ -153,7 +153,9 @@ class FindsEntities(Protocol):
 
 
 class WritesPrompts(Protocol):
-    """Writer of what is known about a study before its report (`medvl.data.transforms.prompt`)."""
+    """Writer of what is known about a study before its report
+    (`medvl.models.report_generators.base.Prompt`).
+    """
 
     @property
     def reads_prior(self) -> bool:

@@ -51,10 +51,6 @@ if TYPE_CHECKING:
         write_rsna as write_rsna,
         write_siim as write_siim,
     )
-    from medvl.phantom.layouts.labels import (
-        write_chexpert as write_chexpert,
-        write_ms_cxr_t as write_ms_cxr_t,
-    )
     from medvl.phantom.layouts.mammography import (
         write_embed_mammo as write_embed_mammo,
         write_vindr_mammo as write_vindr_mammo,
@@ -67,18 +63,20 @@ if TYPE_CHECKING:
         write_slake as write_slake,
         write_vqa_rad as write_vqa_rad,
     )
-    from medvl.phantom.layouts.report_tables import (
-        write_bimcv_covid19 as write_bimcv_covid19,
-        write_brax as write_brax,
-        write_candid_ptx as write_candid_ptx,
-        write_chexpert_plus as write_chexpert_plus,
-        write_rexgradient as write_rexgradient,
-    )
     from medvl.phantom.layouts.reports import (
         write_mimic_cxr as write_mimic_cxr,
         write_mimic_cxr_jpg as write_mimic_cxr_jpg,
         write_openi as write_openi,
         write_padchest as write_padchest,
+    )
+    from medvl.phantom.layouts.tables import (
+        write_bimcv_covid19 as write_bimcv_covid19,
+        write_brax as write_brax,
+        write_candid_ptx as write_candid_ptx,
+        write_chexpert as write_chexpert,
+        write_chexpert_plus as write_chexpert_plus,
+        write_ms_cxr_t as write_ms_cxr_t,
+        write_rexgradient as write_rexgradient,
     )
     from medvl.phantom.layouts.umls import write_umls as write_umls
     from medvl.phantom.layouts.volumes import (

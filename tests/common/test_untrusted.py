@@ -156,14 +156,13 @@ ROOT = Path(__file__).parents[2] / "medvl"
 OWN_JSON = {
     *("benchmark/estimate", "benchmark/store"),
     *("common/untrusted", "data/convert/options", "data/corpora/common/record_file"),
-    "data/loading/latents",
     *("eval/core/full_pass", "eval/probing/features"),
     *("export/exporters/towers", "export/exporters/zero_shot"),
     "inference/folder",
     *("models/checkpoint", "phantom/layouts/choices", "phantom/layouts/questions"),
     "phantom/layouts/writer",
     *("train/loop/logger", "train/loop/state"),
-    *("train/parallel/distributed", "train/recipe_files"),
+    *("train/parallel/distributed", "train/recipe_files", "train/tasks/generation"),
 }
 """Files with `json.loads` of what the same process, or a run in the same folder, has written; and
 the module of exported models, which works without medvl.

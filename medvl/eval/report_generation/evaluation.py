@@ -25,16 +25,15 @@ from medvl.eval.evaluation import Column, Evaluation, Outcome, Task, Trial
 from medvl.eval.html.page import Card, Cards, Deck, Page, header_facts, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.registry import register_evaluation
-from medvl.eval.report_generation.contents import content_metrics, read_contents
 from medvl.eval.report_generation.external import ExternalOptions
 from medvl.eval.report_generation.generate import (
     DecodingOptions,
+    add_likelihoods,
     count_cut,
     generate_by_decoding,
     write_studies,
 )
 from medvl.eval.report_generation.grounded import grounded_metrics, labeler_judge
-from medvl.eval.report_generation.likelihood import add_likelihoods
 from medvl.eval.report_generation.metrics import (
     MEANS,
     METRICS,
@@ -42,8 +41,10 @@ from medvl.eval.report_generation.metrics import (
     Uncertain,
     bleu_metrics,
     clinical_metrics,
+    content_metrics,
     perplexity_metrics,
     positive_findings,
+    read_contents,
     stop_metrics,
     words,
     words_and_stops,

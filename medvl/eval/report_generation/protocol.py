@@ -16,8 +16,8 @@ Protocol "report_generation", version 3:
 * The generated reports minus each baseline, paired by report: "minus" and the baseline's name.
 * The perplexity of the references by the model that generates: exp(sum of the losses of all tokens
   / number of tokens, words or bytes), also behind images and prompts of other patients
-  (`medvl.eval.report_generation.likelihood`).
-* Repeated sentences and sides, also of the baselines (`medvl.eval.report_generation.contents`).
+  (`medvl.eval.report_generation.generate`).
+* Repeated sentences and sides, also of the baselines (`medvl.eval.report_generation.metrics`).
 * Intervals: the bootstrap resamples patients, with all their reports.
 """
 
@@ -40,8 +40,8 @@ from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure, subgroups_of
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results, format_table
-from medvl.eval.report_generation.contents import CONTENTS, content_metrics, read_contents
 from medvl.eval.report_generation.metrics import (
+    CONTENTS,
     MEANS,
     METRICS,
     PERPLEXITY,
@@ -50,9 +50,11 @@ from medvl.eval.report_generation.metrics import (
     Cider,
     Uncertain,
     clinical_metrics,
+    content_metrics,
     overlap_metrics,
     perplexity_metrics,
     positive_findings,
+    read_contents,
     report_scores,
     words,
 )

@@ -27,7 +27,6 @@ from torch import Tensor
 from medvl.common.config_io import check_choice
 from medvl.common.untrusted import read_json
 from medvl.data.annotations import LETTERS, Question
-from medvl.data.transforms.prompt import text_ids
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.full_pass import embed_texts
 from medvl.eval.retrieval.rerank import Encoded, check_matching, encode_texts, match_scores
@@ -38,7 +37,7 @@ from medvl.models.downstream.ranking import as_matcher
 from medvl.models.downstream.vqa.model import VQA
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.fusion_encoders.bases.base import FusionModel
-from medvl.models.report_generators.base import ReportGenerator
+from medvl.models.report_generators.base import ReportGenerator, text_ids
 from medvl.models.report_generators.causal_lm import CausalLM
 from medvl.schema import Batch
 

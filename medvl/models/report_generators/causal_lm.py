@@ -20,13 +20,18 @@ from torch.nn.utils.rnn import pad_sequence
 from medvl.common.config_io import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform, Kernel
-from medvl.data.transforms.prompt import Prompt, text_ids
 from medvl.encoders import ImageEncoder, create_image_encoder
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, Parts, evaluating, stored_features
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.registry import register_system
-from medvl.models.report_generators.base import IGNORED, ReportConfig, ReportGenerator
+from medvl.models.report_generators.base import (
+    IGNORED,
+    Prompt,
+    ReportConfig,
+    ReportGenerator,
+    text_ids,
+)
 from medvl.models.report_generators.parts.prefix import (
     ADAPTED,
     encode_some,

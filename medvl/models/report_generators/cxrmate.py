@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from medvl.common.config_io import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform, Kernel
-from medvl.data.transforms.prompt import Prompt
 from medvl.encoders import ImageEncoder, create_image_encoder
 from medvl.errors import ConfigError
 from medvl.models.base import INIT_STD, EncoderArguments, Parts, stored_features
@@ -24,6 +23,7 @@ from medvl.models.fusion_encoders.parts.transformer import Sizes
 from medvl.models.registry import register_system
 from medvl.models.report_generators.base import (
     IGNORED,
+    Prompt,
     ReportConfig,
     ReportGenerator,
     groups_by_part,

@@ -12,7 +12,7 @@ from typing import Any
 
 from medvl.phantom.language.lexicon import NAMES
 from medvl.phantom.language.reports import compose_report
-from medvl.phantom.layouts.report_tables import REX_FILES, REX_SPLITS, write_rexgradient_patient
+from medvl.phantom.layouts.tables import REX_FILES, REX_SPLITS, write_rexgradient_patient
 from medvl.phantom.layouts.writer import (
     Form,
     Options,

@@ -6,21 +6,28 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from medvl.common.files import new_folder, wait_for
-from medvl.common.ranks import rank_and_world
+from medvl.common.ranks import check_ranks, rank_and_world
 from medvl.common.seeding import seeded
+from medvl.data.loading.items import SkippedSample
+from medvl.data.loading.loader import Loader, check_settings
+from medvl.data.loading.sampler import batch_sampler
 from medvl.data.loading.sources import has_color, select_samples
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, RandomCrop
 from medvl.data.transforms.text import WholeText
+from medvl.errors import ShardError
 from medvl.models.image_generation.autoencoder import AutoencoderConfig
 from medvl.models.image_generation.latent_diffusion import LatentDiffusionConfig
+from medvl.schema import Batch
 from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.parallel.distributed import choose_device
 from medvl.train.recipe import data_advice
@@ -118,7 +125,7 @@ def open_generation(
 
     Raises ShardError, SplitError and ConfigError as `open_images`.
     """
-    from medvl.data.loading.latents import open_latent_loader
+    from medvl.train.tasks.generation import open_latent_loader
 
     check_tokenizer(model)
     train, valid = open_split(data)
@@ -160,7 +167,7 @@ def open_cache(
     """Return the cache of a source's latents and texts; it is computed where `data.cache` does
     not have it yet.
     """
-    from medvl.data.loading.latents import LatentCache
+    from medvl.train.tasks.generation import LatentCache
 
     assert data.cache is not None
     folder = data.cache / _cache_key(data, source, model)
@@ -212,7 +219,7 @@ def _cache_key(data: GenerationDataConfig, source: Any, model: Any) -> str:
 
 @torch.no_grad()
 def _encode(data: GenerationDataConfig, source: Any, model: Any, folder: Path) -> None:
-    """Write the files of a cache (`medvl.data.loading.latents`), computed on the model's device."""
+    """Write the files of a `LatentCache`, computed on the model's device."""
     device = model.device
     training = model.training
     model.eval()
@@ -380,3 +387,108 @@ def generation_run(
         )
 
     return prepare
+
+
+# Loader of latents and text states that frozen networks computed once, in place of images and
+# texts.
+#
+#     CACHE/moments.npy  float16 (N, 2Z, H, W): mean and log variance of each image's latents
+#     CACHE/texts.npy    int32 (N,): the row of each image's text in the next files
+#     CACHE/ids.npy      int32 (U, T): the tokens of each distinct text
+#     CACHE/lengths.npy  int32 (U,): their number
+#     CACHE/states.npy   float16 (U, T, D): states of a frozen text encoder; missing where it is
+#                        trained
+#     CACHE/keys.json    keys of the images
+#
+# Files are memory-mapped, so a cache may be larger than memory.
+
+FILES = ("moments", "texts", "ids", "lengths", "states")
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class LatentBatch(Batch):
+    """A batch with latents in place of pixels: `image_BCHW` is empty."""
+
+    moments_BCHW: Tensor | None = None
+    """float32: mean and log variance of the latents, before scaling."""
+    states_BTD: Tensor | None = None
+    """float32 states of a frozen text encoder; None where it is trained."""
+
+
+class LatentCache:
+    """A folder of latents, memory-mapped; it takes the place of a loader's source.
+
+    Attributes:
+        fingerprint: name of the folder, a hash of what it was computed from.
+    """
+
+    label_names: Sequence[str] = ()
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.fingerprint = folder.name
+        try:
+            self.keys: list[str] = json.loads((folder / "keys.json").read_text())
+            self.arrays: dict[str, Any] = {
+                name: np.load(folder / f"{name}.npy", mmap_mode="r")
+                for name in FILES
+                if name != "states" or (folder / "states.npy").is_file()
+            }
+        except (OSError, ValueError) as error:
+            message = (
+                f"{folder} is not a complete cache of latents ({type(error).__name__}); remove it"
+            )
+            raise ShardError(message, "malformed") from error
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def batch(self, positions: Sequence[int]) -> LatentBatch:
+        """Return the batch of these images."""
+        texts = self.arrays["texts"][positions]
+        lengths = torch.from_numpy(self.arrays["lengths"][texts].astype(np.int64))
+        longest = int(lengths.max())
+        states = self.arrays.get("states")
+        return LatentBatch(
+            keys=[self.keys[position] for position in positions],
+            image_BCHW=torch.empty(len(positions), 0, 0, 0, dtype=torch.uint8),
+            ids_BT=torch.from_numpy(self.arrays["ids"][texts, :longest].astype(np.int64)),
+            mask_BT=torch.arange(longest) < lengths[:, None],
+            labels_BL=torch.empty(len(positions), 0),
+            texts=[""] * len(positions),
+            moments_BCHW=torch.from_numpy(self.arrays["moments"][positions].astype(np.float32)),
+            states_BTD=None
+            if states is None
+            else torch.from_numpy(states[texts, :longest].astype(np.float32)),
+        )
+
+    def collate(self, positions: Sequence[int]) -> tuple[LatentBatch, list[SkippedSample]]:
+        """Return the batch of these images; none is skipped."""
+        return self.batch(positions), []
+
+
+class _Positions(Dataset[int]):
+    """Positions of a cache, indexed by (epoch, position)."""
+
+    def __getitem__(self, place: tuple[int, int]) -> int:
+        return place[1]
+
+
+def open_latent_loader(
+    cache: LatentCache,
+    *,
+    batch: int,
+    train: bool,
+    seed: int = 0,
+    rank: int | None = None,
+    world: int | None = None,
+) -> Loader:
+    """Open a loader of latents with the order and resuming of `open_loader`; arguments and
+    errors as there.
+    """
+    rank, world = check_ranks(rank, world, train=train)
+    check_settings(len(cache), batch, train, world, 0)
+    source: Any = cache
+    sampler = batch_sampler(source, batch, seed, rank, world, train=train)
+    dataset: Any = _Positions()
+    return Loader(source, sampler, dataset, cache.collate, workers=0, max_skipped=0, timeout=0)

@@ -5,7 +5,7 @@ have.
 import numpy as np
 import pytest
 
-from medvl.eval.report_generation.contents import (
+from medvl.eval.report_generation.metrics import (
     CONTRADICTIONS,
     EQUAL_SEVERITIES,
     EQUAL_SIDES,

@@ -17,7 +17,7 @@ from medvl.data.loading.sources import FileSource
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_words
 from medvl.data.transforms.text import TextPair, WholeText
 from medvl.eval import evaluate_reports, generate_reports
-from medvl.eval.report_generation.likelihood import add_likelihoods
+from medvl.eval.report_generation.generate import add_likelihoods
 from medvl.eval.report_generation.metrics import perplexity_metrics
 from medvl.eval.report_generation.protocol import OTHER_IMAGES
 from medvl.schema import Batch, Sample

@@ -33,9 +33,9 @@ from medvl.eval.core.metric_rows import measure
 from medvl.eval.core.metrics import bootstrap_indices
 from medvl.eval.core.results import PageHeader, Results
 from medvl.eval.report_generation import generate
-from medvl.eval.report_generation.contents import CONTENTS
 from medvl.eval.report_generation.generate import mbr_select
 from medvl.eval.report_generation.metrics import (
+    CONTENTS,
     Cider,
     common_subsequence,
     overlap_metrics,

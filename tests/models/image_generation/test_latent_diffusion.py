@@ -20,7 +20,6 @@ from helpers.generators import (
 )
 
 import medvl
-from medvl.data.loading.latents import LatentBatch
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models import (
@@ -39,6 +38,7 @@ from medvl.models.image_generation.autoencoder import (
 )
 from medvl.train import OptimConfig
 from medvl.train.optim.optimizer import build_optimizer
+from medvl.train.tasks.generation import LatentBatch
 
 diffusers = pytest.importorskip("diffusers")
 

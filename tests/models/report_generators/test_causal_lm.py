@@ -22,11 +22,11 @@ from medvl.data.loading.studies import AnswerSource, question_texts, questions_i
 from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_words
 from medvl.data.transforms.image import EvalTransform
-from medvl.data.transforms.prompt import text_ids
 from medvl.data.transforms.text import WholeText
 from medvl.errors import CheckpointError, ConfigError, WeightsError
 from medvl.models import CausalLM, CausalLMConfig, save
 from medvl.models.checkpoint_folder import load_weights, read_weights
+from medvl.models.report_generators.base import text_ids
 from medvl.models.report_generators.parts.prefix import ADAPTED, assign_rows
 from medvl.models.text_decoding import Decoding, search
 from medvl.schema import Batch

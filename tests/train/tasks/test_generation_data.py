@@ -16,7 +16,6 @@ from helpers.label_shards import make_shards
 
 import medvl
 from medvl.data import EvalTransform, WholeText, select_samples
-from medvl.data.loading.latents import LatentCache
 from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.errors import ConfigError, ShardError
@@ -30,6 +29,7 @@ from medvl.train import (
     open_images,
     train,
 )
+from medvl.train.tasks.generation import LatentCache
 
 pytest.importorskip("diffusers")
 TEXT = WholeText(sections=("caption",), missing="no_text")

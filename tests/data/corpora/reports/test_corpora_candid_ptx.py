@@ -16,7 +16,7 @@ from medvl.data.shards.verify import compare_counts
 from medvl.errors import CorpusError
 from medvl.phantom import World, masks, read_truth
 from medvl.phantom.layouts.kaggle import REFERENCE_SIZE, square_frontal_views, uid
-from medvl.phantom.layouts.report_tables import encode_starts
+from medvl.phantom.layouts.tables import encode_starts
 
 ONE, TWO = "1.2.840.1", "1.2.840.2"
 REPORTS = f"""SOPInstanceUID,StudyInstanceUID,Report,EncodedPixels

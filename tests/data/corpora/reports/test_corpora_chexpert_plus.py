@@ -18,7 +18,7 @@ from medvl.data.shards.format import Manifest, sample_to_json
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError
 from medvl.phantom import write_chexpert, write_chexpert_plus
-from medvl.phantom.layouts.report_tables import PLUS_COLUMNS, PLUS_LIST, PLUS_TABLE
+from medvl.phantom.layouts.tables import PLUS_COLUMNS, PLUS_LIST, PLUS_TABLE
 from medvl.schema import FINDINGS
 
 FRONTAL = "train/patient00107/study2/view1_frontal.jpg"
