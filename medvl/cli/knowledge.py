@@ -89,7 +89,9 @@ def find(knowledge: Path, text: str, *, conventions: ConventionsName = "chexpert
     mentions = graph.finder().find(text)
     values = mention_values(text, mentions, conventions_named(conventions))
     rows = [
-        f"{text[start:end]}\t{graph.identifiers[entity]}\t{graph.names[entity][0]}\t{_VALUES[value]}"
+        "\t".join(
+            (text[start:end], graph.identifiers[entity], graph.names[entity][0], _VALUES[value])
+        )
         for (start, end, entity), value in zip(mentions, values, strict=True)
     ]
     return "\n".join(rows) or "no entity found"

@@ -15,13 +15,15 @@ _LINE_ENDS = re.compile(r"\r\n?|[\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
 
 _ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
 _BREAK_TAG = re.compile(
-    r"</?(?:br|p|div|tr|table|tbody|thead|ul|ol|pre|hr|h[1-6]|html|body|head|section|blockquote)(?:\s[^<>]{0,200})?\s*/?>",
+    r"</?(?:br|p|div|tr|table|tbody|thead|ul|ol|pre|hr|h[1-6]|html|body|head|section"
+    r"|blockquote)(?:\s[^<>]{0,200})?\s*/?>",
     re.IGNORECASE,
 )
 _ITEM_TAG = re.compile(r"<li(?:\s[^<>]{0,200})?>", re.IGNORECASE)
 _CELL_TAG = re.compile(r"</t[dh]>", re.IGNORECASE)
 _OTHER_TAG = re.compile(
-    r"</?(?:b|i|u|s|em|strong|span|font|sup|sub|small|big|center|li|td|th|a|code|tt|mark|label)(?:\s[^<>]{0,200})?>",
+    r"</?(?:b|i|u|s|em|strong|span|font|sup|sub|small|big|center|li|td|th|a|code|tt|mark"
+    r"|label)(?:\s[^<>]{0,200})?>",
     re.IGNORECASE,
 )
 _EXCEL = re.compile(r"_x([0-9A-Fa-f]{4})_")
@@ -51,12 +53,13 @@ _POINTER = (
     r"|included|combined|given|listed|above|below|vide|ditto|idem)"
 )
 _POINTED_AT = (
-    r"(?:the|in|to|of|with|per|as|and|under|for|section|sections|findings?|impressions?|conclusions?|above|below|supra"
-    r"|infra|report|full|radiology|complete|final|separate|body|details?|further|description|discussion|combined"
-    r"|dictated|dictation|described|stated|comments?|note|addendum|text|attached|same|narrative|mentioned|detailed"
-    r"|reported|noted|listed|results?|this|ct|chest|heading|header|both|given|discussed|please|see|refer|pdf|scanned"
-    r"|documents?|attachments?|original|hard|copy|chart|record|pacs|other"
-    r"|next|page|paragraph|conclusion|dr|dictating|reading|only|here)"
+    r"(?:the|in|to|of|with|per|as|and|under|for|section|sections|findings?|impressions?"
+    r"|conclusions?|above|below|supra|infra|report|full|radiology|complete|final|separate|body"
+    r"|details?|further|description|discussion|combined|dictated|dictation|described|stated"
+    r"|comments?|note|addendum|text|attached|same|narrative|mentioned|detailed|reported|noted"
+    r"|listed|results?|this|ct|chest|heading|header|both|given|discussed|please|see|refer|pdf"
+    r"|scanned|documents?|attachments?|original|hard|copy|chart|record|pacs|other|next|page"
+    r"|paragraph|conclusion|dr|dictating|reading|only|here)"
 )
 _REFERENCE = re.compile(rf"{_OPENING}{_POINTER}(?: {_POINTED_AT})*")
 _LONGEST_REFERENCE = 90
@@ -170,16 +173,18 @@ _NO_SIDE = (
     r"(?:in|as) (?:place|situ|is)\b|against|ama\b|now\b|away\b|the (?:hospital|emergency|ward)\b"
 )
 _TWO_SIDED = (
-    r"sided?|lungs?|lobes?|lower|upper|mid|middle|bas(?:e|es|al|ilar)|hil(?:um|ar)|apex|apical|apices|hemi\w+|pleural"
-    r"|effusions?|pneumothora\w+|ptx|chest|costophrenic|cpa?|internal|ij|subclavian|sc|picc|port|pacer|pacemaker"
-    r"|axill\w+|clavic\w+|shoulder|ribs?|humer\w+|breast|paratracheal|perihilar|retrocardiac|infrahilar|suprahilar"
-    r"|main|arm|pigtail|lateral|anterior|posterior|medial|diaphragm\w*|pneumonia|consolidation|atelectasis|opacit\w+"
+    r"sided?|lungs?|lobes?|lower|upper|mid|middle|bas(?:e|es|al|ilar)|hil(?:um|ar)|apex|apical"
+    r"|apices|hemi\w+|pleural|effusions?|pneumothora\w+|ptx|chest|costophrenic|cpa?|internal|ij"
+    r"|subclavian|sc|picc|port|pacer|pacemaker|axill\w+|clavic\w+|shoulder|ribs?|humer\w+|breast"
+    r"|paratracheal|perihilar|retrocardiac|infrahilar|suprahilar|main|arm|pigtail|lateral|anterior"
+    r"|posterior|medial|diaphragm\w*|pneumonia|consolidation|atelectasis|opacit\w+"
 )
 _SIDE = re.compile(
     r"\b(?P<word>(?i:left|right))(?=(?:wards?|most|sided|hand)?\b)"
     rf"(?![- ]?(?i:sided)?[- ](?i:(?:(?:and|or) (?:left|right) )?(?:{_NAMES})|{_NO_SIDE}))"
     r"|\b(?P<latin>(?i:dextro|levo))(?=-?(?i:scoli|rotoscoli|rotat|curv|conv|cardia|posit))"
-    r"|\b(?P<part>[LR])(?=(?:[UML]L|[UML]Z|[UL]Q|[UL]E|IJV?|SCV?|LD)\b)|\b(?P<small>[lr])(?=[uml]l\b)"
+    r"|\b(?P<part>[LR])(?=(?:[UML]L|[UML]Z|[UL]Q|[UL]E|IJV?|SCV?|LD)\b)"
+    r"|\b(?P<small>[lr])(?=[uml]l\b)"
     rf"|\b(?P<short>[LR]t?|[lr]t)(?=\.?[- ](?i:{_TWO_SIDED})\b)"
     r"|(?<=\()(?P<marker>[LR])(?=\))"
     r"|\b(?P<more>[LR])(?= ?[<>=/] ?[LR]\b)|(?:(?<=[LR][<>=/])|(?<=[LR] [<>=] ))(?P<less>[LR])\b"
@@ -187,8 +192,8 @@ _SIDE = re.compile(
 
 
 _PLACE = re.compile(
-    r"\b(?:upper|lower|middle|mid|top|bottom|superior\w*|inferior\w*|api(?:x|cal|ces)|bas(?:al|ilar|e|es|ally)|above|below"
-    r"|clockwise|horizontal\w*|vertical\w*)\b",
+    r"\b(?:upper|lower|middle|mid|top|bottom|superior\w*|inferior\w*|api(?:x|cal|ces)|bas(?:al|ilar"
+    r"|e|es|ally)|above|below|clockwise|horizontal\w*|vertical\w*)\b",
     re.IGNORECASE,
 )
 

@@ -109,15 +109,14 @@ _SECTION_OF = {
 }
 
 _KIND_OF_HISTORY = (
-    r"(?:(?:relevant|pertinent|brief|short|patient|patient'?s|past|previous|present|current|clinical|medical|surgical|social"
-    r"|family|smoking|occupational|oncologic(?:al)?|presenting|additional|other|significant"
-    r"|interval|known|case|hospital"
-    r"|and) )+"
+    r"(?:(?:relevant|pertinent|brief|short|patient|patient'?s|past|previous|present|current"
+    r"|clinical|medical|surgical|social|family|smoking|occupational|oncologic(?:al)?|presenting"
+    r"|additional|other|significant|interval|known|case|hospital|and) )+"
 )
 _PRIOR = r"(?:relevant |available |most )?(?:prior|previous|old|earlier|recent|last|comparison)"
 _STUDIES = (
-    r"(?:exams?|examinations?|stud(?:y|ies)|imaging|films?|images?|radiographs?|reports?|x-?rays?|cxrs?|cts?|radiology"
-    r"|chest x-?rays?|chest radiographs?|chest films?|investigations?)"
+    r"(?:exams?|examinations?|stud(?:y|ies)|imaging|films?|images?|radiographs?|reports?|x-?rays?"
+    r"|cxrs?|cts?|radiology|chest x-?rays?|chest radiographs?|chest films?|investigations?)"
 )
 _PATTERNS = {
     "history": rf"{_KIND_OF_HISTORY}(?:history|hx|histories)(?: .*)?|history of .*|history and .*",
@@ -163,21 +162,20 @@ _QUALIFIER = re.compile(
     r"|associated|secondary|ancillary"
     r"|general|detailed|specific|current|interval|new|positive|negative|abnormal|principal"
     r"|major|pa|ap|lat|lateral"
-    r"|frontal|with|and|of|on|in|for|the|by|this|these|detail|details|views?|one|two|three|four|single|\d{1,2}|portable"
-    r"|upright|supine|erect|bedside|semi-?upright|physician|physician's|doctor's|attending"
-    r"|attending's|resident's"
-    r"|reading|reader's|clinician's|narrative|structured|section|text|body|diagnostic|official"
-    r"|brief|short"
-    r"|summary|recommendations?|plan|advice|comments?|conclusions?|discussion|see|below|only"
-    r"|translated|english|list"
-    r"|report's|today's|diagnosis|radiographs?|are|as|follows?|following|abdomen|abdominal|neck|head|pelvis"
-    r"|bone|-+|–|—"
+    r"|frontal|with|and|of|on|in|for|the|by|this|these|detail|details|views?|one|two|three|four"
+    r"|single|\d{1,2}|portable|upright|supine|erect|bedside|semi-?upright|physician|physician's"
+    r"|doctor's|attending|attending's|resident's|reading|reader's|clinician's|narrative|structured"
+    r"|section|text|body|diagnostic|official|brief|short|summary|recommendations?|plan|advice"
+    r"|comments?|conclusions?|discussion|see|below|only|translated|english|list|report's|today's"
+    r"|diagnosis|radiographs?|are|as|follows?|following|abdomen|abdominal|neck|head|pelvis|bone|-+"
+    r"|–|—"
 )
 _FINDINGS = re.compile(r"findings?|observations|reports?|narrative|comments?")
 _IMPRESSION = re.compile(r"(?:impressions?|conclusions?|interpretation|opinion|assessment)")
 _PART_OF_SECTION = re.compile(
-    r"\b(?:other|additional|further|incidental|associated|secondary|ancillary|significant|important|key|critical|positive"
-    r"|negative|abnormal|specific|interval|new|pertinent|relevant|main|major|principal|general)\b"
+    r"\b(?:other|additional|further|incidental|associated|secondary|ancillary|significant|important"
+    r"|key|critical|positive|negative|abnormal|specific|interval|new|pertinent|relevant|main|major"
+    r"|principal|general)\b"
 )
 """Words of sub-headings such as "Other findings", which stay in the section that they are in."""
 _SECTIONS_WITHIN = ("impression", "findings", "history", "comparison", "addendum")
@@ -219,21 +217,18 @@ _ADMINISTRATIVE = re.compile(
     r"|policy)[ .]*(?:number|no|id|nr|#)"
     r"|insurance(?: .*)?|billing(?: .*)?|cpt(?: .*)?|icd(?: ?-?\d+)?(?: .*)?"
     r"|(?:procedure|exam|diagnosis|billing) codes?|codes?"
-    r"|(?:exam|examination|study|report|reported|dictation|dictated|transcription|transcribed|signature|signed|finali[sz]ed"
-    r"|finali[sz]ation|service|collection|order|ordered|result|performed|admission|visit"
-    r"|procedure|sign|print(?:ed)?|received"
-    r"|requested|verified|approved|electronic(?:ally)? signed) (?:date|time|on|at|date and time"
-    r"|date/time|datetime|dt)"
-    r"|dates?|time|dates? (?:of|and) .*|time of .*|date/time|page|page \d+|disclaimer"
-    r"|attestation(?: .*)?|teaching physician.*"
-    r"|electronic signature|electronically signed|signature|signed|dictated|transcribed|typed"
-    r"|verified|approved|finalized"
-    r"|authors?|authori[sz]ed by|read(?:er| by)|reported|reporter|reporting|technologists?"
-    r"|technicians?|tech|radiographers?"
-    r"|(?:ordering |referring |requesting |attending |primary |primary care |interpreting "
-    r"|reading |responsible |consulting )?"
-    r"(?:providers?|clinicians?|physicians?|doctors?|consultants?|surgeons?|gp|dr|practitioners?|radiologists?|fellows?"
-    r"|residents?|specialists?|attendings?|interpreter|registrar|readers?)"
+    r"|(?:exam|examination|study|report|reported|dictation|dictated|transcription|transcribed"
+    r"|signature|signed|finali[sz]ed|finali[sz]ation|service|collection|order|ordered|result"
+    r"|performed|admission|visit|procedure|sign|print(?:ed)?|received|requested|verified|approved"
+    r"|electronic(?:ally)? signed) (?:date|time|on|at|date and time|date/time|datetime|dt)|dates?"
+    r"|time|dates? (?:of|and) .*|time of .*|date/time|page|page \d+|disclaimer|attestation(?: .*)?"
+    r"|teaching physician.*|electronic signature|electronically signed|signature|signed|dictated"
+    r"|transcribed|typed|verified|approved|finalized|authors?|authori[sz]ed by|read(?:er| by)"
+    r"|reported|reporter|reporting|technologists?|technicians?|tech|radiographers?|(?:ordering "
+    r"|referring |requesting |attending |primary |primary care |interpreting |reading |responsible "
+    r"|consulting )?"
+    r"(?:providers?|clinicians?|physicians?|doctors?|consultants?|surgeons?|gp|dr|practitioners?"
+    r"|radiologists?|fellows?|residents?|specialists?|attendings?|interpreter|registrar|readers?)"
     r"(?: (?:names?|signature|id|initials|of record|on call|in charge))?|requested by|ordered by"
     r"|performed by"
     r"|patient(?:'s)?(?: "

@@ -21,9 +21,10 @@ Table = tuple[str, ...]
 Kind = Literal["plain", "borderline", "probable", "alternative", "other alternative"]
 
 QUALIFIERS = (
-    r"\w{1,20}ly|a|the|its|any|be|been|in|of|size|evidence|sign|significant|interval|acute|appreciable|substantial"
-    r"|definite|further|overall|complete|full|near|new|yet|large|focal|convincing|radiographic|clear|for|to|obvious"
-    r"|visible|gross|marked|major|noticeable|discernible|detectable|measurable|meaningful|important|recent|possible"
+    r"\w{1,20}ly|a|the|its|any|be|been|in|of|size|evidence|sign|significant|interval|acute"
+    r"|appreciable|substantial|definite|further|overall|complete|full|near|new|yet|large|focal"
+    r"|convincing|radiographic|clear|for|to|obvious|visible|gross|marked|major|noticeable"
+    r"|discernible|detectable|measurable|meaningful|important|recent|possible"
 )
 """Words that qualify a cue without being its object."""
 
@@ -53,8 +54,8 @@ _PROBABLY = "probably|likely|presumabl[ey]|presumed"
 _PERHAPS = f"maybe|possibly|potential(?:ly)?|perhaps|{_PROBABLY}"
 _REMOVED = "resolved|cleared|disappeared|vanished|removed|gone|excluded|ruled[ -]out|r/o'?d|absent"
 SEEN = (
-    "(?:seen|present|identified|visible|visuali[sz]ed|demonstrated|apparent|noted|appreciated|evident|detected|found"
-    "|observed|shown|recogni[sz]ed)"
+    "(?:seen|present|identified|visible|visuali[sz]ed|demonstrated|apparent|noted|appreciated"
+    "|evident|detected|found|observed|shown|recogni[sz]ed)"
 )
 NEGATIVE_OF = (
     "(?:(?:absence|resolution|removal|clearing|exclusion|lack|free|clear|cleared|devoid) of"
@@ -160,7 +161,8 @@ CUES: tuple[CueTable, ...] = (
             "consider(?! (?:ct|chest|follow|further|repeat))",
             "(?:differential|considerations?) (?:diagnosis |considerations? )?(?:would "
             ")?(?:includes?|is)", f"(?:{_PERHAPS}) "
-                                  f"(?:due|related|secondary|from|an?|represent*|reflect*|positional|projectional|technical*)",
+                                  f"(?:due|related|secondary|from|an?|represent*|reflect*"
+                                  f"|positional|projectional|technical*)",
         ),
     ),
     CueTable(value=UNCERTAIN, side="before", kind="borderline", entries=("borderline",)),
@@ -244,7 +246,8 @@ CLAUSE_ENDS: Table = (
 _SIZES = "tiny|small|mild|moderate|large|severe|minimal|trace|mildly|moderately|severely"
 _CHANGES = "worsen(?:ing|ed)|increas(?:ing|ed)|improv(?:ing|ed)"
 CLAUSE_OPENERS: Table = (
-    "(?:there|the|a|an|with|again|still|only|just|instead|stable|unchanged|persistent|new|residual|interval|placement|insertion)",
+    "(?:there|the|a|an|with|again|still|only|just|instead|stable|unchanged|persistent|new|residual"
+    "|interval|placement|insertion)",
     f"(?:{_SIZES}|left|right|bilateral|bibasilar|[lr][uml]l|patchy|streaky|{_CHANGES})",
 )
 """Words that open a clause after a comma, unless an "or" makes it a list."""
@@ -261,13 +264,15 @@ before it.
 """
 
 PREDICATE_ENDS: Table = (
-    "(?:in|at|on|by|given|and|or|but|with|within|than|as|here|clinically|based|from|for|present|this|although|because)",
+    "(?:in|at|on|by|given|and|or|but|with|within|than|as|here|clinically|based|from|for|present"
+    "|this|although|because)",
 )
 """Words after a predicate such as "possible"; before other words it belongs to a noun."""
 
 PREDICATES: Table = (
     f"(?:is|are|was|were)(?! {SEEN})", f"not {SEEN}", f"(?:{_REMOVED})",
-    "(?:has|have|had|remains?|persists?|appears?|shows?|can|cannot|may|might|could|should|unlikely|possible|suspected)",
+    "(?:has|have|had|remains?|persists?|appears?|shows?|can|cannot|may|might|could|should|unlikely"
+    "|possible|suspected)",
 )  # fmt: skip
 """Words that make a clause of a part of a sentence, after a comma or "and" in a sentence that
 has some already.
@@ -372,8 +377,10 @@ MENTIONS: dict[str, Table] = {
     ),
     "Pneumothorax": ("(?:hydro|hemo)?pneumothora*", "ptx"),
     "Support Devices": (
-        "(?:tubes?|catheters?|drains?|cannula*|pigtails?|ett|ngt|ogt|tracheostomy|dob(?:b|)hoff|introducer|sheath)",
-        "(?:picc|port-a-cath|portacath|mediport|ports?|swan-ganz|hickman|broviac|permacath|vas-?cath|quinton)",
+        "(?:tubes?|catheters?|drains?|cannula*|pigtails?|ett|ngt|ogt|tracheostomy|dob(?:b|)hoff"
+        "|introducer|sheath)",
+        "(?:picc|port-a-cath|portacath|mediport|ports?|swan-ganz|hickman|broviac|permacath"
+        "|vas-?cath|quinton)",
         "(?:central|jugular|ij|subclavian|femoral|arterial|venous|dialysis) .. lines?",
         "(?:pacemakers?|pacers?|pac(?:ing|er) "
         "(?:device|leads?|wires?)|icd|aicd|defibrillators?|stimulators?)",

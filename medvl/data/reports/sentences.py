@@ -406,7 +406,8 @@ _BEFORE_NAMES = re.compile(r"drs?|mrs?|ms|prof|st|vs?|e\.?g|i\.?e|cf|fig|approx|
 """Abbreviations that never end a sentence."""
 
 _SHORT_FORMS = re.compile(
-    r"[cm]m|ml|cc|ft|[km]g|yrs?|hrs?|mins?|sec|wks?|mos?|etc|inc|dept|resp|lat|ant|sup|inf|rt|lt|vol|pts?|bilat|al|md|jr|sr"
+    r"[cm]m|ml|cc|ft|[km]g|yrs?|hrs?|mins?|sec|wks?|mos?|etc|inc|dept|resp|lat|ant|sup|inf|rt|lt"
+    r"|vol|pts?|bilat|al|md|jr|sr"
 )
 """Units and abbreviations that end a sentence only before a capital."""
 
