@@ -40,8 +40,9 @@ others, seeds 0, 1 and 2; settings chosen on validation images:
     then paraphrases, 192 pixels, 3 epochs   0.868, 0.863, 0.869    0.854, 0.845, 0.834
     EfficientNet-Lite0 frozen: linear probe 0.841, nearest neighbours 0.826
 
-`scripts/real_results.sh odir` has both commands. On validation images, the paraphrases at 128 pixels
-alone bring prompts in other words from 0.713 to 0.819, those in the same words from 0.834 to 0.841.
+`scripts/real_results.sh odir` has both commands. On validation images, the paraphrases at 128
+pixels alone bring prompts in other words from 0.713 to 0.819, those in the same words from 0.834 to
+0.841.
 
 `heads` on 1,636 MedPix slices (`--train.precision fp32`), retrieval of the captions of 199 slices
 of other cases, seeds 0, 1 and 2: recall at 10 0.412 [0.330, 0.490], 0.427 [0.333, 0.516] and

@@ -11,7 +11,8 @@
 Preset `paper`: MAE's ViT-B/16, images of all views, of whose 448 pixels 224 are read, three
 quarters of the patches removed, half of the words masked, 200 epochs in batches of 256. Preset
 `ecamp`: 0.7 of the words masked, 120 epochs in batches of 8,192. Both warm up for 40 epochs.
-Vocabulary: `medvl vocab --data shards/mimic-cxr-all/train --out vocab/mrm --size 30000 --max-tokens 256`.
+Vocabulary:
+    medvl vocab --data shards/mimic-cxr-all/train --out vocab/mrm --size 30000 --max-tokens 256
 Differences: padding and visible words have no loss; mirrored images have mirrored texts, where the
 authors' keep their sides; 448 pixels are shrunk to 224 with antialiasing, where the authors have
 none (`--model.shrink-antialias False`). `ecamp` has no summaries by a language model, reconstructs

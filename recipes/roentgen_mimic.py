@@ -20,7 +20,8 @@ texts (`medvl.models.RoentGenConfig` says why), and `--model.caption-dropout 0` 
 variants:
     unet-only     CLIP frozen
     domain-text   RadBERT, frozen, with its own mask
-    from-scratch  U-Net from random weights; autoencoder and CLIP of Stable Diffusion, CLIP trained as in `paper`
+    from-scratch  U-Net from random weights; autoencoder and CLIP of Stable Diffusion, CLIP trained
+                  as in `paper`
 An autoencoder of your own (`--autoencoder runs/autoencoder-cxr/best`) brings its own scale of the
 latents, which is measured on training images. Start its U-Net anew: `from-scratch --autoencoder
 ...`.
@@ -29,8 +30,7 @@ Preset `tiny`: v-prediction with 4.4 million parameters on the phantom's frontal
 with the frozen text encoder of the quickstart's ConVIRT. Latents and text states are computed once.
 Images of 256 test impressions have a mean AUROC of the five competition findings of 0.896 [0.874,
 0.918] at guidance 5, which validation prompts chose from 5, 3 and 1; real images have 0.946, images
-after the autoencoder 0.925, and shuffled prompts 0.496 (docs, earlier
-results: "Images from texts").
+after the autoencoder 0.925, and shuffled prompts 0.496.
 """
 
 import dataclasses

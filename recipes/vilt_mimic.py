@@ -7,9 +7,9 @@
     torchrun recipes/vqa_finetune.py --init-from runs/vilt-mimic/best     # fine-tune for VQA
 
 Preset `paper`: one ViT-B/32 at 384 pixels over patches and 40 tokens; AdamW at 1e-4, 25,000 steps
-of 4,096 pairs, of which 2,500 warm up, then linear decay. Vocabulary: `medvl vocab
---data shards/mimic-cxr-frontal/train --out vocab/mimic --size 30000 --max-tokens 40`. No commit of the ViT's
-weights is pinned; name one to start from: `--model.image-weights
+of 4,096 pairs, of which 2,500 warm up, then linear decay. Vocabulary:
+    medvl vocab --data shards/mimic-cxr-frontal/train --out vocab/mimic --size 30000 --max-tokens 40
+No commit of the ViT's weights is pinned; name one to start from: `--model.image-weights
 timm/vit_base_patch32_384.augreg_in21k_ft_in1k@COMMIT`. Images are not augmented, because texts name
 sides and intensities. They are square and shrunk by averaging areas, where the released code keeps
 their aspect and is bicubic.

@@ -54,7 +54,7 @@ class Recipe:
     earlier_image: bool = False
     """Read the patient's earlier image as well, for questions about differences."""
     question_prior: bool = False
-    """Start from the answers that the words of a question suggest, and learn what the image adds."""
+    """Start from the answers that the words of a question suggest; learn what the image adds."""
     frozen_encoders: bool = False
     """Keep both encoders below the fusion-encoder as they are."""
     protocol: str = "medvl"

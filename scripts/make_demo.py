@@ -41,9 +41,9 @@ tags: [medvl, medical-imaging, vision-language, convirt, synthetic]
 
 # demo
 
-A small ConVIRT, trained on synthetic radiographs and reports alone (`medvl phantom quickstart`), in 16 bits. It shows
-what the software does. It knows nothing about real radiographs, is not a medical device and must not be used for
-clinical decisions.
+A small ConVIRT, trained on synthetic radiographs and reports alone (`medvl phantom quickstart`), in
+16 bits. It shows what the software does. It knows nothing about real radiographs, is not a medical
+device and must not be used for clinical decisions.
 
 ```python
 import medvl
