@@ -127,26 +127,6 @@ def grounded_text(sample: Sample) -> str:
     )
 
 
-def grounding_words() -> list[str]:
-    """Return the words that the vocabulary of a model needs: 4 marks and 200 coordinates."""
-    axes = [f"<{axis}{place}>" for axis in "xy" for place in range(BINS)]
-    return ["<obj>", "</obj>", "<box>", "</box>", *axes]
-
-
-def boxes_in_picture(boxes: Sequence[Box4], width: int, height: int) -> list[Box4]:
-    """Return boxes of the centre square as shares of the whole picture of that many pixels."""
-    left, top, side = _centre_square(width, height)
-    return [
-        (
-            (left + box[0] * side) / width,
-            (top + box[1] * side) / height,
-            (left + box[2] * side) / width,
-            (top + box[3] * side) / height,
-        )
-        for box in boxes
-    ]
-
-
 def boxes_in_square(boxes: Sequence[Box4], width: int, height: int) -> list[Box4]:
     """Return boxes of the picture as shares of its centre square, cut at its borders; those
     outside of it are left out.

@@ -428,14 +428,12 @@ class ImageEncoder(Encoder):
                 for hook in hooks:
                     hook.remove()
             width = features.pooled_BD.shape[1]
-            patches = features.patches_BPD
-            _MEASURED[key] = _Measured(width, patches.shape[2], features.plane, 2 in values)
+            _MEASURED[key] = _Measured(width, features.plane, 2 in values)
         return _MEASURED[key]
 
 
 class _Measured(NamedTuple):
     width: int
-    patch_width: int
     grid: Size
     single_values: bool
     """A batch norm reads one value per channel of an image."""

@@ -3,7 +3,7 @@
 import dataclasses
 import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from medvl.models.heatmaps import on_image
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.legend import Legend
 
 
 POSITIVE_COLOR = "#c2410c"
@@ -52,6 +53,14 @@ def _canvas(inches: tuple[float, float] = _INCHES) -> tuple["Figure", "Axes"]:
     axes.spines[["bottom", "left"]].set_color(GREY)
     axes.tick_params(labelsize=7, colors="#475569", length=3)
     return figure, axes
+
+
+def _legend_above(axes: "Axes", **options: Any) -> "Legend":
+    """Draw the legend above the axes, in three columns."""
+    anchor = (0.5, 1.0)
+    return axes.legend(
+        loc="lower center", bbox_to_anchor=anchor, ncols=3, fontsize=6.5, frameon=False, **options
+    )
 
 
 def _finish(
@@ -156,15 +165,7 @@ def score_plot(name: str, scores_N: Array, labels_N: Array, threshold: float | N
         )
     axes.set_yticks([])
     axes.locator_params(axis="x", nbins=4)
-    anchor = (0.5, 1.0)  # above the axes
-    axes.legend(
-        loc="lower center",
-        bbox_to_anchor=anchor,
-        ncols=3,
-        fontsize=6.5,
-        frameon=False,
-        columnspacing=1,
-    )
+    _legend_above(axes, columnspacing=1)
     return _finish(name, figure, axes, "score", "density")
 
 
@@ -266,15 +267,7 @@ def interval_lines(name: str, x_K: Array, lines: Sequence[Series], *, x: str, y:
         )
     axes.set_xticks(x_K, [f"{value:g}" for value in x_K])
     if len(lines) > 1:
-        anchor = (0.5, 1.0)
-        axes.legend(
-            loc="lower center",
-            bbox_to_anchor=anchor,
-            ncols=3,
-            fontsize=6.5,
-            frameon=False,
-            columnspacing=1,
-        )
+        _legend_above(axes, columnspacing=1)
     return _finish(name, figure, axes, x, y)
 
 
@@ -323,15 +316,7 @@ def points_plot(
         )
     axes.set_xticks([])
     axes.set_yticks([])
-    anchor = (0.5, 1.0)
-    legend = axes.legend(
-        loc="lower center",
-        bbox_to_anchor=anchor,
-        ncols=3,
-        fontsize=6.5,
-        frameon=False,
-        markerscale=2.5,
-    )
+    legend = _legend_above(axes, markerscale=2.5)
     for handle in legend.legend_handles:
         if handle is not None:
             handle.set_alpha(1)

@@ -202,9 +202,8 @@ def _write_ms_cxr_patient(root: Path, patient: Patient, options: Options) -> Pat
 
 SPLITS = ("train", "dev")
 RECTANGLE = 0
-ELLIPSE = 1
 POLYGON = 2
-"""Types of shapes in the tables."""
+"""Types of shapes in the tables; 1 is an ellipse."""
 _SHARE = 0.5
 _MAX_OBJECTS = 3
 # of the short side
