@@ -276,9 +276,8 @@ def _evaluate(run: Run, store: Store, weights: Weights, task: str, folder: Path)
         _write(folder / REFUSAL, {"reason": _reason(error), "failed": True})
     else:
         _write(folder / SECONDS, time.monotonic() - started)
-    shutil.rmtree(
-        folder / "run" / "checkpoints", ignore_errors=True
-    )  # an interruption keeps them, to go on from them
+    # an interruption keeps them, to go on from them
+    shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
 
 
 def _with_manifest(results: Results, run: Run, task: str) -> Results:
@@ -411,9 +410,8 @@ def _start(run: Run, store: Store, gpu: str, threads: int | None) -> "subprocess
     if gpu:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
     if threads is not None:
-        environment[THREADS] = environment["OMP_NUM_THREADS"] = str(
-            threads
-        )  # the latter for commands
+        # OMP_NUM_THREADS is for the commands that the run starts
+        environment[THREADS] = environment["OMP_NUM_THREADS"] = str(threads)
     # SIGINT is blocked: Ctrl-C in a terminal reaches the process above alone, which stops the
     # others. A second signal would end them at once.
     with open_own(store.folder(run) / "log.txt") as log:

@@ -271,9 +271,8 @@ def resolved_settings(
         optim["schedule"] = dataclasses.replace(settings.optim.schedule, warmup_steps=warmup)
     if budget.batch is not None:
         train |= {"global_batch": budget.batch, "accumulate": 1}
-    if budget.weights == "last" and not isinstance(
-        settings.optim.schedule, Plateau
-    ):  # which needs validation
+    # a plateau schedule needs validation
+    if budget.weights == "last" and not isinstance(settings.optim.schedule, Plateau):
         data["valid"] = None
         train |= {
             "best_metric": "loss",

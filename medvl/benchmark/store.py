@@ -192,9 +192,8 @@ def read_stored(cls: type[_T], path: Path) -> _T:
 
 def is_evaluated(folder: Path) -> bool:
     """Return whether an evaluation is done, has failed or does not apply."""
-    done = (folder / SECONDS).is_file() and (
-        folder / _RESULTS
-    ).is_file()  # the first is written last
+    # the seconds are written last
+    done = (folder / SECONDS).is_file() and (folder / _RESULTS).is_file()
     return done or (folder / REFUSAL).is_file()
 
 
@@ -251,9 +250,8 @@ def _evaluation_hash(run: Run, task: str) -> str:
     if task in _PROTOCOL_VERSIONS:
         common["protocol_version"] = _PROTOCOL_VERSIONS[task]
     if task == "reports" and run.corpus.reports == run.corpus.pairs:
-        common["references"] = (
-            True  # generators and fusion-encoders compare the same images with other sections
-        )
+        # generators and fusion-encoders compare the same images with other sections
+        common["references"] = True
     corpus = to_dict(run.corpus)
     folders = {
         name: value

@@ -437,9 +437,8 @@ def quickstart(out: Path = Path("quickstart"), options: ViewsOptions = _DEFAULTS
 
     out.mkdir(parents=True, exist_ok=True)
     salt = out / "salt"
-    if (
-        not salt.exists()
-    ):  # phantom data are not confidential; a fixed salt gives the same order everywhere
+    # phantom data are not confidential; a fixed salt gives the same order everywhere
+    if not salt.exists():
         write_atomic(salt, f"{0:064d}\n", permissions=0o600)
     corpus = out / "mimic-cxr"
     of_shards = out / "shards"

@@ -57,9 +57,8 @@ def train(arguments: Sequence[str]) -> None:
             "--nproc-per-node",
             options.ranks,
         ]
-        os.environ.setdefault(
-            "OMP_NUM_THREADS", "1"
-        )  # torchrun warns without; the trainer sets threads itself
+        # torchrun warns without; the trainer sets threads itself
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
         sys.stdout.flush()
         level = logging.getLevelName(logging.getLogger("medvl").getEffectiveLevel())
         os.execve(

@@ -300,9 +300,8 @@ def _decode_union(value: Any, hint: Any, path: str) -> Any:
             return _decode(value, member, path)
     rest = [member for member in members if member is not type(None)]
     if len(rest) == 1 and value is not None:
-        return _decode(
-            value, rest[0], path
-        )  # raises the error of the only type that the field may have
+        # raises the error of the only type that the field may have
+        return _decode(value, rest[0], path)
     raise _wrong_type(path, f"one of {', '.join(map(_hint_name, members))}", value)
 
 

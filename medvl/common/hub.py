@@ -148,7 +148,6 @@ def _download(hub_id: str, filename: str, revision: str | None) -> Path:
         )
     with hub_errors(f"{where} cannot be downloaded", f"; {remedy}"):
         url = huggingface_hub.hf_hub_url(hub_id, filename, revision=revision)
-        huggingface_hub.get_hf_file_metadata(
-            url, timeout=_PROBE_SECONDS
-        )  # fails at once; the download retries
+        # fails at once; the download retries
+        huggingface_hub.get_hf_file_metadata(url, timeout=_PROBE_SECONDS)
         return Path(huggingface_hub.hf_hub_download(hub_id, filename, revision=revision))

@@ -24,9 +24,8 @@ def blocked(*numbers: signal.Signals) -> Iterator[None]:
     """Block signals in this thread within the block; those that arrive are delivered at its end."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, numbers
-        )  # Python may raise KeyboardInterrupt once they are blocked
+        # Python may raise KeyboardInterrupt once they are blocked
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -242,8 +242,7 @@ def as_shown(text: str) -> str:
     for letter in text:
         if letter in _CONTROL or unicodedata.normalize("NFKC", letter) in _FORMULA:
             return f"'{text}"
-        if not (
-            letter.isspace() or unicodedata.category(letter) in ("Cc", "Cf")
-        ):  # blanks, also those of no width
+        # blanks, also those of no width
+        if not (letter.isspace() or unicodedata.category(letter) in ("Cc", "Cf")):
             return text
     return text

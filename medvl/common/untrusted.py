@@ -243,9 +243,8 @@ def _check_depth(value: Any) -> None:
 
 def _real_folder(folder: Path | str) -> str:
     try:
-        with contextlib.suppress(
-            FileNotFoundError, NotADirectoryError
-        ):  # readers name what is missing
+        # readers name what is missing
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             Path(folder).stat()
     except (OSError, ValueError):
         raise ConfigError(

@@ -402,9 +402,8 @@ def _create_salt(path: Path) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             with contextlib.suppress(FileExistsError):
-                os.link(
-                    partial, path
-                )  # unlike a rename, this does not replace the salt of another process
+                # unlike a rename, this does not replace the salt of another process
+                os.link(partial, path)
         finally:
             Path(partial).unlink()
     except OSError as error:

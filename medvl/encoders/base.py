@@ -426,9 +426,8 @@ def checkpoint_activations(encoder: Encoder) -> None:
         if hasattr(net, "set_grad_checkpointing"):  # timm and open_clip
             net.set_grad_checkpointing(True)
             return
-        if getattr(
-            net, "supports_gradient_checkpointing", False
-        ):  # transformers; renamed in its later versions
+        # transformers; renamed in its later versions
+        if getattr(net, "supports_gradient_checkpointing", False):
             enable = (
                 getattr(net, "activation_checkpointing_enable", None)
                 or net.gradient_checkpointing_enable

@@ -104,9 +104,8 @@ def create_model(
         )
     tokenizer = _open_tokenizer(tokenizer, folder, config, bool(pretrained))
     if tokenizer is not None:
-        is_table = (
-            getattr(config, "text_encoder", "") == "static"
-        )  # whose rows are the tokenizer's words
+        # the rows of a static table are the tokenizer's words
+        is_table = getattr(config, "text_encoder", "") == "static"
         has_words = continues or (not is_table and (bool(pretrained) or own_text))
         config = _fit_vocabulary(config, tokenizer, has_words and not new_words)
         if own_text and not new_words and folder is not None and has_tokenizer(folder):

@@ -113,9 +113,8 @@ def search(
         pad_id: padding of shorter texts.
         never: ids that must not appear in a text.
     """
-    never_N = torch.tensor(
-        sorted(never), dtype=torch.int64
-    )  # without ids, torch would make it a float
+    # without ids, torch would make it a float
+    never_N = torch.tensor(sorted(never), dtype=torch.int64)
     logits_RV = model.first()
     batch = len(logits_RV)
     device = logits_RV.device

@@ -223,9 +223,8 @@ class _Turns:
 
     def profile(self, row: Row, steps: int) -> None:
         """Enter a profile into a row."""
-        self._run(
-            _LEAD if self._bench.device.type == "cuda" else 0, _ignore
-        )  # memory was given back before
+        # memory was given back before
+        self._run(_LEAD if self._bench.device.type == "cuda" else 0, _ignore)
         row.profile = profile_steps(
             lambda count: self._run(count, _ignore), steps, self._bench.device
         )

@@ -206,9 +206,8 @@ def _report(out: Path, manifests: "Mapping[str, Manifest]") -> list[str]:
     """
     from medvl.data.convert.plan import Conversion, PrivateFolder
 
-    rows = dict.fromkeys(
-        corpus_line(manifest) for manifest in manifests.values()
-    )  # the same in all splits
+    # the same in all splits
+    rows = dict.fromkeys(corpus_line(manifest) for manifest in manifests.values())
     lines = [
         *filter(None, rows),
         *(_summary(split, manifest) for split, manifest in manifests.items()),

@@ -68,9 +68,8 @@ class LocalEngine:
     def _run_here(self, tasks: Iterable[ShardTask]) -> Progress:
         converted = 0
         for task in tasks:
-            with memory_limited(
-                WORKER_BYTES
-            ):  # the same limit as in a worker process, only while files are decoded
+            # the same limit as in a worker process, only while files are decoded
+            with memory_limited(WORKER_BYTES):
                 note = build_shard(task, _tick)
             converted += len(task.records)
             yield note, converted
@@ -93,9 +92,8 @@ class LocalEngine:
             for task in tasks:
                 with interrupts_blocked():
                     running.add(pool.submit(_build_in_worker, task))
-                while (
-                    len(running) >= 2 * self.workers
-                ):  # pickled tasks are large, so only a few are queued
+                # pickled tasks are large, so only a few are queued
+                while len(running) >= 2 * self.workers:
                     yield from _collect(running, counter)
             while running:
                 yield from _collect(running, counter)
@@ -104,9 +102,8 @@ class LocalEngine:
                 "a worker process died, probably for lack of memory; run the same command "
                 "again with fewer --workers"
             )
-            if (
-                not started.is_set()
-            ):  # each imports the script again, which must not convert while it is imported
+            # each process imports the script again, which must not convert while it is imported
+            if not started.is_set():
                 message = (
                     "no worker process started; call medvl below `if __name__ == "
                     '"__main__":` in your script'
@@ -279,9 +276,8 @@ def _write_claimed(
     stored = [private.read_note(run.out / shard.split, shard.name) for shard in shards]
     notes = {note.name: note for note in stored if note is not None}
     planned = count_by_split(shards)
-    of_rows = (
-        shard_plan.rows.skipped.total() if run.part is None else 0
-    )  # the rows are those of all parts
+    # the rows are those of all parts
+    of_rows = shard_plan.rows.skipped.total() if run.part is None else 0
     budget = max(0, _budget(run, planned.total() + of_rows) - of_rows)
     if sum(len(note.skipped) for note in notes.values()) > budget:
         for shard in shards:

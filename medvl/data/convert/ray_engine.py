@@ -64,9 +64,8 @@ class RayEngine:
     def _connect(self) -> None:
         import ray
 
-        os.environ.setdefault(
-            "RAY_USAGE_STATS_ENABLED", "0"
-        )  # by default, Ray sends usage statistics
+        # by default, Ray sends usage statistics
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         where: dict[str, Any] = {"address": self.address}
         if self.address is None:
             where = {"address": "local", "num_cpus": self.workers, "include_dashboard": False}

@@ -326,9 +326,8 @@ class _RowReader:
             for column in self.columns.extra_column
             if raw_text(row[column])
         }
-        for column in (
-            CODES & extra.keys()
-        ):  # own columns with these names hold no codes of a converter
+        # own columns with these names hold no codes of a converter
+        for column in CODES & extra.keys():
             for kind in itertools.chain.from_iterable(
                 map(find_identifiers, free_texts(extra[column]))
             ):

@@ -20,9 +20,8 @@ require 20,000.
 """
 
 _MAX_JPEG_SEGMENTS = 10_000
-_JPEG_MARKER = re.compile(
-    rb"\xff[\x01-\xcf\xd8-\xfe]"
-)  # in compressed data, 0xFF is followed by 0x00 or a restart
+# in compressed data, 0xFF is followed by 0x00 or a restart
+_JPEG_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 _BASELINE = 0xC0
 _EXTENDED = 0xC1
 _LOSSLESS = 0xC3
@@ -129,9 +128,8 @@ def count_scans(data: bytes) -> tuple[int, str]:
     an empty string.
     """
     byte_N = np.frombuffer(data, np.uint8)
-    if (
-        np.count_nonzero((byte_N[:-1] == 0xFF) & (byte_N[1:] != 0)) <= _FEW_MARKERS
-    ):  # all markers, as in most files
+    # all markers, as in most files
+    if np.count_nonzero((byte_N[:-1] == 0xFF) & (byte_N[1:] != 0)) <= _FEW_MARKERS:
         return 0, ""
     offset = 2
     scans = 0

@@ -188,9 +188,8 @@ class BoundedStream(io.BufferedIOBase):
         self.limits = limits
         self.size = file.seek(0, io.SEEK_END)
         self._position = file.seek(0)
-        self._reads_left = (
-            2 * limits.elements
-        )  # a header and a value, or the two halves of a long header
+        # a header and a value, or the two halves of a long header
+        self._reads_left = 2 * limits.elements
         self._bytes_left = 0
         self.limit_reads(8 * limits.value_bytes)
 

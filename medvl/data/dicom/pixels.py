@@ -314,12 +314,10 @@ def _unused_bits_below(samples: np.ndarray, layout: PixelLayout) -> int:
     allocated = layout.bits_allocated
     if layout.high_bit == stored - 1 or stored == allocated == layout.high_bit:
         return 0
-    bits = int(
-        np.bitwise_or.reduce(samples.view(f"u{samples.itemsize}"), axis=None)
-    )  # all that are ever set
-    if (
-        layout.high_bit < stored - 1
-    ):  # without a sign, the stored bits are the same with both numbers
+    # the bits that any sample has set
+    bits = int(np.bitwise_or.reduce(samples.view(f"u{samples.itemsize}"), axis=None))
+    # without a sign, the stored bits are the same with both numbers
+    if layout.high_bit < stored - 1:
         sign_may_be_lower = layout.signed and bits >> layout.high_bit == 1
         if sign_may_be_lower:
             raise damaged(Tag.HIGH_BIT, "contradicts BitsStored")
@@ -405,9 +403,8 @@ def _unpack(data: bytes, layout: PixelLayout, endian: str, bit: int) -> np.ndarr
     count = layout.frame_bits // layout.bits_allocated
     samples = np.frombuffer(data, f"{endian}{kind}{layout.bits_allocated // 8}", count)
     if layout.photometric == "YBR_FULL_422":
-        return samples.reshape(-1, 4)[:, :2].reshape(
-            shape
-        )  # two luma samples, then the chroma of both
+        # two luma samples, then the chroma of both
+        return samples.reshape(-1, 4)[:, :2].reshape(shape)
     if layout.samples == 1:
         return samples.reshape(shape)
     return (
@@ -429,18 +426,16 @@ def _decode_compressed(
         if layout.bits_allocated == 1:
             raise DicomError("run-length encoded single bits are not supported", "unsupported")
         codestream.check_rle_header(frame, layout.samples * layout.bits_allocated // 8)
-        return _decode(
-            syntax, "pylibjpeg", frame, layout
-        )  # pydicom's own decoder does not limit its output
+        # pydicom's own decoder does not limit its output
+        return _decode(syntax, "pylibjpeg", frame, layout)
     if syntax in _JPEG_2000:
         _check_codestream(codestream.read_jpeg2000_header(frame), layout)
         return _decode(syntax, "pylibjpeg", frame, layout)
     header = codestream.read_jpeg_header(frame)
     _check_codestream(header, layout)
     if syntax in _JPEG_LS:
-        codecs = get_decoder(
-            syntax
-        ).available_plugins  # pyjpegls has no wheel for the newest versions of Python
+        # pyjpegls has no wheel for the newest versions of Python
+        codecs = get_decoder(syntax).available_plugins
         return _decode(syntax, "pyjpegls" if "pyjpegls" in codecs else "gdcm", frame, layout)
     if excess := codestream.excess_of_scans(frame):
         raise DicomError(excess, "too_large")
@@ -468,9 +463,8 @@ def _decode_jpeg_8(
     try:
         with Image.open(BytesIO(frame), formats=("JPEG",)) as image:
             if layout.photometric == "RGB" and not header.states_color:
-                image.draft(
-                    "YCbCr", image.size
-                )  # skip Pillow's conversion from YCbCr: the samples are RGB
+                # skip Pillow's conversion from YCbCr: the samples are RGB
+                image.draft("YCbCr", image.size)
             return np.asarray(image), "RGB" if layout.samples == 3 else layout.photometric
     except (OSError, SyntaxError, ValueError) as error:
         raise DicomError(

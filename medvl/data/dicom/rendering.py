@@ -268,9 +268,8 @@ def _entries(elements: Elements, tag: Tag, count: int, bits: int) -> np.ndarray:
     if len(data) >= width * count:
         return np.frombuffer(data, f"{elements.encoding.endian}u{width}", count)
     if len(data) in (count, count + 1) or (len(data) > count and bits <= 8):
-        if (
-            elements.vr(tag) == "OW" and not elements.encoding.little
-        ):  # bytes in words of the other order
+        # bytes in words of the other order
+        if elements.vr(tag) == "OW" and not elements.encoding.little:
             data = np.frombuffer(data + bytes(len(data) % 2), "u2").byteswap().tobytes()
         return np.frombuffer(data, np.uint8, count)
     raise damaged(tag, "has fewer entries than its descriptor claims")

@@ -272,9 +272,8 @@ class GeneratedImagesWriter:
         subfolder(self._folder, "images")
         rows = {number: row for number, row in rows.items() if (self._folder / row.file).is_file()}
         self._done = set(rows)
-        write_atomic(
-            self._folder / IMAGES, "".join(_line(row) for row in rows.values())
-        )  # without a last line that was cut, or lines of lost images
+        # without a last line that was cut, or lines of lost images
+        write_atomic(self._folder / IMAGES, "".join(_line(row) for row in rows.values()))
         self._lines = open_own(self._folder / IMAGES)
 
 
@@ -341,9 +340,8 @@ def _read_rows(folder: Path) -> dict[int, GeneratedImage]:
     """
     path = folder / IMAGES
     try:
-        lines = (
-            path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        )  # a killed process may leave half a line
+        # a killed process may leave half a line
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     except OSError as error:
         raise CorpusError(f"{path} cannot be read ({error.strerror})", "unreadable") from error
     return {int(row.file[7:13]): row for row in _parse_rows(path, lines)}

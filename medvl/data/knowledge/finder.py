@@ -222,9 +222,8 @@ class EntityLinker:
             [end - len(piece.lstrip()) for end, piece in zip(ends, pieces, strict=True)]
         )
         start_M, end_M, _ = np.array(mentions).T
-        mention_T = np.searchsorted(
-            end_M, start_T, side="right"
-        )  # the first that ends behind the token's start
+        # the first that ends behind the token's start
+        mention_T = np.searchsorted(end_M, start_T, side="right")
         inside_T = (mention_T < len(mentions)) & (
             start_M[mention_T.clip(max=len(mentions) - 1)] < end_T
         )

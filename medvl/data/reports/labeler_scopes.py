@@ -341,9 +341,8 @@ def _find_cues(sentence: str, sides: Sequence[str]) -> list[Cue]:
     """
     cues = []
     for table in tables.CUES:
-        if table.side in sides and compile_table(table.entries).search(
-            sentence
-        ):  # fast without the optional prefix
+        # fast without the optional prefix
+        if table.side in sides and compile_table(table.entries).search(sentence):
             pattern = compile_table(
                 table.entries, prefix=_AFTER_MARK if table.side in ("after", "either") else ""
             )

@@ -322,9 +322,8 @@ def _begins_statement(before: str, line: str, style: _Style) -> bool:
     if label_of(line) is not None:
         return True
     if ORGAN.fullmatch(before.strip()) is not None and before.lstrip()[0].isupper():
-        return (
-            ORGAN.fullmatch(line.strip()) is not None
-        )  # a heading without a colon: "HEART⏎Enlarged"
+        # a heading without a colon: "HEART⏎Enlarged"
+        return ORGAN.fullmatch(line.strip()) is not None
     if (
         ORGAN.fullmatch(line.strip()) is not None
         and line.strip().isupper()

@@ -409,9 +409,8 @@ class Index:
                 raise ShardError(
                     f"{path} is damaged: an offset or a size is out of range", "malformed"
                 )
-        suffixes = tuple(
-            sys.intern(row[1]) for row in images
-        )  # shared strings: a loader keeps every index in memory
+        # shared strings: a loader keeps every index in memory
+        suffixes = tuple(sys.intern(row[1]) for row in images)
         return cls(tuple(row[0] for row in images), suffixes, tables[0], tables[1], organs)
 
 

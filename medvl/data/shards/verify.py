@@ -197,9 +197,8 @@ def hash_images(source: ShardSource, *, progress: bool = False) -> HashedImages:
     keys = []
     hashes = []
     not_hashed = Counter[str]()
-    with ThreadPoolExecutor(
-        os.cpu_count() or 1
-    ) as pool:  # decoding, resizing and the transform release the GIL
+    # decoding, resizing and the transform release the GIL
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         results = pool.map(lambda position: _hash_one(source, position), range(len(source)))
         for position, result in enumerate(
             tqdm(results, "hash", len(source), unit="img", disable=not progress)

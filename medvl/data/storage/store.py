@@ -291,9 +291,8 @@ def _open_google(scheme: str, options: dict[str, Any]) -> Any:
     """
     opened = importlib.import_module("gcsfs.core").GCSFileSystem
     files = opened(**options, requests_timeout=_SILENCE)
-    files._request = functools.partial(
-        opened._request.__wrapped__, files
-    )  # the method without its decorator
+    # the method without its decorator
+    files._request = functools.partial(opened._request.__wrapped__, files)
     return files
 
 
@@ -368,9 +367,8 @@ def _kind_of(error: Exception) -> Kind:
     cause: Any = error.__cause__
     hides_cause = isinstance(error, FileNotFoundError) and isinstance(cause, Exception)
     if hides_cause and type(cause).__module__.startswith(("aiohttp", "asyncio", "builtins")):
-        return _kind_of(
-            cause
-        )  # fsspec reports every failure to ask a web server for a size as a missing file
+        # fsspec reports every failure to ask a web server for a size as a missing file
+        return _kind_of(cause)
     if _code(error) == "InvalidRange":
         return "network"
     prefix = str(error).partition(":")[0]  # gcsfs raises these two without a status

@@ -240,9 +240,8 @@ class RemoteTars:
             except StorageError as error:
                 if error.code == "mismatch":
                     state.error = error  # the next read raises it
-                state.full_until = (
-                    time.monotonic() + _PAUSE
-                )  # other errors occur in the reads too, which repeat them
+                # other errors occur in the reads too, which repeat them
+                state.full_until = time.monotonic() + _PAUSE
             except OSError:
                 state.full_until = time.monotonic() + _PAUSE
             state.queued.discard(number)

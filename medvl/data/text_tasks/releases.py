@@ -181,9 +181,8 @@ def _sentences(
         if line.startswith(("-DOCSTART-", "###MEDLINE")):
             close()
             documents += 1
-            document = (
-                f"{line.strip()} {documents}"  # some releases have the same line for every document
-            )
+            # some releases have the same line for every document
+            document = f"{line.strip()} {documents}"
         elif not line.strip():
             close()
         else:

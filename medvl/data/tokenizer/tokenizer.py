@@ -236,9 +236,8 @@ class Tokenizer:
                 f"words; use another"
             )
             raise ConfigError(message, "unsupported")
-        space = (
-            " " if self._words.joins_spaces else ""
-        )  # byte-level BPE marks the beginning of a word by its space
+        # byte-level BPE marks the beginning of a word by its space
+        space = " " if self._words.joins_spaces else ""
         encoded = [
             self._encode([space + word for word in words], is_pretokenized=True)
             for words in sequences

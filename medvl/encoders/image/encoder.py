@@ -102,9 +102,8 @@ class ImageEncoder(Encoder):
         self.std = _per_channel(options.std or vision.std, self.in_channels)
         self.config = dataclasses.asdict(options) | dict(options.arguments)
         del self.config["arguments"]
-        if (
-            not options.stretch
-        ):  # absent as before the option, so that hashes of stored features stay valid
+        # absent as before the option, so that hashes of stored features stay valid
+        if not options.stretch:
             del self.config["stretch"]
         self._sizes = json.dumps([self.config, vision.image_size], sort_keys=True, default=repr)
         self.register_buffer("_mean", torch.tensor(self.mean).view(1, -1, 1, 1), persistent=False)
@@ -115,9 +114,8 @@ class ImageEncoder(Encoder):
             if self.image_size != vision.image_size and self._adapter.fixed_size:
                 self._adapter.resize(self.backbone, self.image_size)
             has_stem = any(True for _ in self.backbone.parameters())
-            if (
-                self.in_channels == 1 and has_stem
-            ):  # last, because resizing may run the model on an RGB image
+            # last, because resizing may run the model on an RGB image
+            if self.in_channels == 1 and has_stem:
                 self._adapter.take_grey(self.backbone)
         except (AssertionError, RuntimeError, ValueError) as error:
             raise self._unfit_size(self.image_size, error) from error
@@ -209,9 +207,8 @@ class ImageEncoder(Encoder):
         `embedded_BKD` get no positions. Raises ConfigError ("unsupported") unless
         `can_drop_patches`.
         """
-        blank_1CHW = embedded_BKD.new_zeros(
-            1, self.in_channels, *self.image_size
-        )  # only the class token is used
+        # only the class token is used
+        blank_1CHW = embedded_BKD.new_zeros(1, self.in_channels, *self.image_size)
         with self._selecting(replace_BKD=embedded_BKD):
             return self._pooled(self._adapter.encode(self.backbone, blank_1CHW, self._level))
 

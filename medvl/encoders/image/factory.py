@@ -373,9 +373,8 @@ def _load(
     except WeightsError:
         if options.image_size in (None, vision.image_size) or not vision.adapter.fixed_size:
             raise
-        vision = dataclasses.replace(
-            vision, image_size=options.image_size
-        )  # positions of this size already (M3AE)
+        # positions of this size already (M3AE)
+        vision = dataclasses.replace(vision, image_size=options.image_size)
         vision.adapter.resize(vision.net, vision.image_size)
         load_strictly(vision.net, tensors, keys, source)
     return ImageEncoder(vision, options)

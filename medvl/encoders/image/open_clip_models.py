@@ -131,9 +131,8 @@ class ClipTimmAdapter(VisionAdapter):
         output = self.trunk.encode(net.trunk, image_BCHW, level)
         if not self.projection:
             return output
-        if (
-            hasattr(net.head, "pool") and output.grid is not None
-        ):  # a head with attention pooling over the map
+        # a head with attention pooling over the map
+        if hasattr(net.head, "pool") and output.grid is not None:
             return output._replace(
                 pooled_BD=net.head(output.patches_BPD.transpose(1, 2).unflatten(2, output.grid))
             )

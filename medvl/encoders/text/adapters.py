@@ -385,9 +385,8 @@ class ClipAdapter(TextAdapter):
     def __init__(self, net: Any) -> None:
         if net.attn_mask is None:
             self.padded_length = int(net.context_length)
-            self.pools_last_position = (
-                net.pool_type == "last"
-            )  # SigLIP; MobileCLIP pools its end token
+            # SigLIP; MobileCLIP pools its end token
+            self.pools_last_position = net.pool_type == "last"
         else:
             speed_up_causal_attention(net)
 

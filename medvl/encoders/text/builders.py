@@ -72,9 +72,8 @@ def read_folder(folder: Path) -> tuple[str, dict[str, Any]]:
     if content["model_type"] in (*PAIRS, *TEXT_KINDS):
         return read_tower(folder, "text")
     try:
-        model_type = (
-            "bert" if content["model_type"] == "cxr-bert" else str(content["model_type"])
-        )  # a plain BERT
+        # CXR-BERT is a plain BERT
+        model_type = "bert" if content["model_type"] == "cxr-bert" else str(content["model_type"])
         defaults = transformers.AutoConfig.for_model(model_type).to_dict()
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -135,9 +134,8 @@ def build_hugging_face(model_type: str, arguments: Mapping[str, Any]) -> TextBac
     elif model_type == "albert":
         adapter = AlbertAdapter()
     padding = config.pad_token_id or 0
-    positions_start_after_padding = hasattr(
-        getattr(net, "embeddings", None), "padding_idx"
-    )  # RoBERTa-like models
+    # RoBERTa-like models
+    positions_start_after_padding = hasattr(getattr(net, "embeddings", None), "padding_idx")
     return TextBackbone(
         net=net,
         adapter=adapter,

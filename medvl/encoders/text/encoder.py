@@ -227,9 +227,8 @@ class TextEncoder(Encoder):
                 pooling.
         """
         if hidden_BTD.shape[0] == 0:  # transformers cannot split the heads of no rows
-            row_1TD = (
-                hidden_BTD.new_zeros(1, *hidden_BTD.shape[1:]) + hidden_BTD.sum()
-            )  # gradients exist, and are 0
+            # gradients exist, and are 0
+            row_1TD = hidden_BTD.new_zeros(1, *hidden_BTD.shape[1:]) + hidden_BTD.sum()
             return [state[:0] for state in self.encode(row_1TD, mask.new_ones(1, *mask.shape[1:]))]
         mask = mask.bool()
         attend_BQT = mask[:, None, :] if mask.ndim == 2 else mask

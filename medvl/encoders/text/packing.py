@@ -172,9 +172,8 @@ def _attend_padded(
     query_BhTd, key_BhTd, value_BhTd = (
         packing.unpack(each).transpose(1, 2) for each in (query_Rhd, key_Rhd, value_Rhd)
     )
-    allowed_BT = packing.mask_BT | ~packing.mask_BT.any(
-        dim=1, keepdim=True
-    )  # a text without tokens would give NaN
+    # a text without tokens would give NaN
+    allowed_BT = packing.mask_BT | ~packing.mask_BT.any(dim=1, keepdim=True)
     attended_BhTd = F.scaled_dot_product_attention(
         query_BhTd,
         key_BhTd,

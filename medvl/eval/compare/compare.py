@@ -44,9 +44,8 @@ _RUN_INPUTS = frozenset(
 """Inputs that may differ between runs, beside generated images ("images, guidance 3"); all
 others must agree.
 """
-_IGNORED_SETTINGS = frozenset(
-    {"resamples", "seed", "autocast"}
-)  # settings that do not change values beyond rounding
+# settings that do not change values beyond rounding
+_IGNORED_SETTINGS = frozenset({"resamples", "seed", "autocast"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -41,9 +41,8 @@ SMALLEST_SUBGROUP = 10
 """Minimum number of items of a subgroup, unless the settings of the evaluation have
 `smallest_subgroup`.
 """
-_TOLERANCE = (
-    1e-6  # largest difference between a row of results.json and the same row from its predictions
-)
+# largest difference between a row of results.json and the same row from its predictions
+_TOLERANCE = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -260,9 +260,8 @@ def choose_threshold(
 Statistic = Callable[[Array], Array]
 """Function from counts_NR to values_RK."""
 
-_CHUNK_ELEMENTS = (
-    2_000_000  # elements of counts_NR at a time (16 MB): memory is independent of the resamples
-)
+# elements of counts_NR at a time (16 MB): memory is independent of the resamples
+_CHUNK_ELEMENTS = 2_000_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

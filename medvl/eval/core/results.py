@@ -85,9 +85,8 @@ def _commit() -> str | None:
     git does not answer.
     """
     package = Path(medvl.__file__).parent
-    if not (
-        package.parent / ".git"
-    ).exists():  # not that of a project whose environment medvl is installed in
+    # not that of a project whose environment medvl is installed in
+    if not (package.parent / ".git").exists():
         return None
     git = ("git", "-C", str(package))
     try:
@@ -385,9 +384,8 @@ def evaluations_of(checkpoint: Path | str) -> Path:
             (parent for parent in folder.absolute().parents if parent.resolve() == run), run
         )
         return _as_given(shown, folder) / EVALUATIONS / real.name
-    if (
-        folder.name in (BEST, LAST) and (folder.parent / _CHECKPOINTS).is_dir()
-    ):  # a copy instead of a link
+    # a copied run has a folder in place of the link
+    if folder.name in (BEST, LAST) and (folder.parent / _CHECKPOINTS).is_dir():
         return folder.parent / EVALUATIONS / _step_of_copy(folder)
     return folder / EVALUATIONS
 

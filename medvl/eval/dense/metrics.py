@@ -185,9 +185,8 @@ def match_boxes(
     threshold_T = np.array(overlaps) - _ROUNDING
     hits_NDT = np.zeros((len(images), most, len(threshold_T)), np.bool_)
     free_NTG = np.ones((len(images), len(threshold_T), widest), np.bool_)
-    for rank in range(
-        most if widest else 0
-    ):  # all images at once; sequential, because matched boxes are taken
+    # all images at once; sequential, because matched boxes are taken
+    for rank in range(most if widest else 0):
         overlap_N1G = box_overlap(boxes_ND4[:, rank, None], truth_NG4, convention.edge_pixels)[
             :, None
         ]
@@ -225,9 +224,8 @@ class AveragePrecision:
         scores_K = scores_K[order_K]
         self._step_K = np.arange(len(scores_K))
         if matched.convention.ties == "one_step":
-            self._step_K = (
-                np.searchsorted(-scores_K, -scores_K, side="right") - 1
-            )  # the last detection of equal score
+            # the last detection of equal score
+            self._step_K = np.searchsorted(-scores_K, -scores_K, side="right") - 1
         self._recalls = matched.convention.recalls
         self._boxes_N = matched.boxes_N.astype(np.float64)
 
@@ -429,9 +427,8 @@ def mask_areas(
         raise EvaluationError("the model's maps are not finite: check its weights", "nonfinite")
     if not np.issubdtype(map_HW.dtype, np.floating):  # thresholds would be rounded to whole numbers
         map_HW = _as_mask(map_HW).astype(np.float64)
-    threshold_T = np.array(
-        thresholds, map_HW.dtype
-    )  # a float32 probability of 0.7 reaches 0.7, as in `MaskThreshold`
+    # a float32 probability of 0.7 reaches 0.7, as in `MaskThreshold`
+    threshold_T = np.array(thresholds, map_HW.dtype)
     reached_P = np.searchsorted(threshold_T, np.nan_to_num(map_HW, nan=-1.0).ravel(), side="right")
     bins = len(thresholds) + 1
     # Histogram of how many thresholds a pixel reaches; its reversed cumulative sum counts the

@@ -125,9 +125,8 @@ def best_cosine(patches_BPE: Tensor, texts: Embeddings) -> Tensor:
     if texts.mask_NP is None:
         return cosine_BWP.amax(dim=1)
     best_BP = cosine_BWP.masked_fill(~texts.mask_NP[:, :, None], -torch.inf).amax(dim=1)
-    return torch.where(
-        texts.mask_NP.any(dim=1)[:, None], best_BP, global_BP
-    )  # a text may have no word
+    # a text may have no word
+    return torch.where(texts.mask_NP.any(dim=1)[:, None], best_BP, global_BP)
 
 
 def embed_patches(model: DualEncoder, image_BCHW: Tensor) -> tuple[Tensor, Size]:
@@ -267,9 +266,8 @@ def _gaussian(index_C: Tensor, sigma: float) -> Tensor:
     reach = int(4 * sigma + 0.5)
     offset_K = torch.arange(-reach, reach + 1, device=index_C.device)
     weight_K = torch.exp(-0.5 * (offset_K / sigma) ** 2)
-    source_CK = (index_C[:, None] + offset_K) % (
-        2 * len(index_C)
-    )  # cells a b c, reflected: a b c c b a a b ...
+    # cells a b c, reflected: a b c c b a a b ...
+    source_CK = (index_C[:, None] + offset_K) % (2 * len(index_C))
     source_CK = torch.minimum(source_CK, 2 * len(index_C) - 1 - source_CK)
     kernel_CC = torch.zeros(len(index_C), len(index_C), device=index_C.device)
     return kernel_CC.scatter_add_(

@@ -136,9 +136,8 @@ def _pictures(section: Any) -> Iterator[tuple[str, Any]]:
 Pixels = Callable[[int], NDArray[np.uint8]]
 """Position in the source -> stored image."""
 _TEMPLATES = Path(__file__).parent / "templates"
-_OPEN_PIXELS = (
-    3500  # estimated height of the sections that are not folded: about four screens with the header
-)
+# estimated height of the sections that are not folded: about four screens with the header
+_OPEN_PIXELS = 3500
 _LONG_TEXT = 160  # characters; longer texts are shown by their beginning and open to the full text
 _TABLE_FORMATS = {"csv": as_csv, "md": as_markdown, "tex": as_latex}
 _PLOT_FORMATS = ("svg", "pdf")

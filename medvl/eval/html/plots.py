@@ -386,9 +386,8 @@ def labelled_points(
 
 _OUTSIDE_BRIGHTNESS = 0.35  # brightness of pixels outside the model's input
 _OPACITY = 0.62  # overlay opacity at the maximum
-_FULL_COLOR_PEAK = (
-    2.0  # lowest peak, in units of the mean, that is drawn in full color; flatter maps stay pale
-)
+# lowest peak, in units of the mean, that is drawn in full color; flatter maps stay pale
+_FULL_COLOR_PEAK = 2.0
 
 
 def to_pixels(

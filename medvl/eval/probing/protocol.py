@@ -337,9 +337,8 @@ def choose_probe(
         penalty: mean_auroc(probe.probability_NL(valid_x_ND), valid_y_NL)
         for penalty, probe in probes.items()
     }
-    best = max(
-        auroc, key=auroc.__getitem__
-    )  # the largest penalty among equals: it was fitted first
+    # the largest penalty among equals: it was fitted first
+    best = max(auroc, key=auroc.__getitem__)
     return ChosenProbe(probes[best], best, auroc[best])
 
 

@@ -215,9 +215,8 @@ def bleu_metrics(
         generated_R1 = counts_NR.T @ generated_N[:, None]
         reference_R1 = counts_NR.T @ reference_N[:, None]
         with np.errstate(divide="ignore"):
-            log_precision_RK = np.log(
-                matches_RK / np.maximum(total_RK, 1)
-            )  # -inf without a match, so BLEU is 0
+            # -inf without a match, so BLEU is 0
+            log_precision_RK = np.log(matches_RK / np.maximum(total_RK, 1))
         brevity_R1 = np.minimum(1 - reference_R1 / np.maximum(generated_R1, 1), 0)
         return np.exp(brevity_R1 + np.cumsum(log_precision_RK, axis=1) / np.arange(1, ORDERS + 1))
 

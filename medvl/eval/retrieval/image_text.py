@@ -417,9 +417,8 @@ def _ranks(similarity: Similarity, text_of_N: torch.Tensor) -> Ranks:
         chunk = slice(start, start + len(similarity_BM))
         positive_B1 = similarity_BM.gather(1, text_of_N[chunk, None])
         positive_N[chunk] = positive_B1[:, 0]
-        image_rank_N[chunk] = (similarity_BM >= positive_B1).sum(
-            dim=1
-        )  # includes the positive itself
+        # includes the positive itself
+        image_rank_N[chunk] = (similarity_BM >= positive_B1).sum(dim=1)
     best_M = torch.full((similarity.shape[1],), -torch.inf).scatter_reduce(
         0, text_of_N, positive_N, "amax"
     )

@@ -200,9 +200,8 @@ def reranked_ranks(
     """
     images, texts = similarity_NM.shape
     positive_NM = text_of_N[:, None] == torch.arange(texts)
-    order_NM = (
-        similarity_NM.double()
-    )  # allows to lower a positive below its ties and above all smaller values
+    # allows to lower a positive below its ties and above all smaller values
+    order_NM = similarity_NM.double()
     order_NM = torch.where(
         positive_NM, order_NM.nextafter(torch.tensor(-torch.inf).double()), order_NM
     )

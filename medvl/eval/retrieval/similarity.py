@@ -25,12 +25,10 @@ from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.schema import Batch, Embeddings
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Embeddings))
-_CHUNK = (
-    256  # images and texts compared at a time; bounds the memory of models with a local similarity
-)
-_PAIRS = (
-    8  # pairs compared at a time; many systems compare all their combinations, which can be slow
-)
+# images and texts compared at a time; bounds the memory of models with a local similarity
+_CHUNK = 256
+# pairs compared at a time; many systems compare all their combinations, which can be slow
+_PAIRS = 8
 _CACHED_ELEMENTS = 64_000_000
 """Up to this size (256 MB) similarity_NM is computed once and cached; larger ones are recomputed
 in each pass.

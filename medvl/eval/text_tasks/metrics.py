@@ -159,9 +159,8 @@ def _class_counts(classes: Sequence[str], pairs: Sequence[tuple[object, object]]
 
 
 def _moments(values_N2: Array) -> Array:
-    centred_N2 = values_N2 - values_N2.mean(
-        axis=0
-    )  # the correlation does not depend on it; the sums stay small
+    # the correlation does not depend on it; the sums stay small
+    centred_N2 = values_N2 - values_N2.mean(axis=0)
     varies_2 = (centred_N2**2).sum(axis=0) > _CONSTANT * (values_N2**2).sum(axis=0)
     centred_N2 = np.where(varies_2, centred_N2, 0.0)
     x_N, y_N = centred_N2.T

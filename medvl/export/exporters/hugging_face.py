@@ -361,9 +361,8 @@ def _write_image_class(encoder: ImageEncoder, folder: Path) -> tuple[dict[str, f
     features = encoder(pixels)
     if states.ndim == 4:
         states = states.flatten(2).transpose(1, 2)
-    if (
-        encoder.config["patch_level"] != -1
-    ):  # regions come from an earlier stage, the pooled vector from the last
+    # regions come from an earlier stage, the pooled vector from the last
+    if encoder.config["patch_level"] != -1:
         return {
             "image vector": difference("the image vector", states.mean(dim=1), features.pooled_BD)
         }, arguments

@@ -103,9 +103,8 @@ def export_open_clip(model: System, out: Path | str) -> Exported:
         differences = _compare(model, config, tensors)
         if hugging_face:
             config["text_cfg"]["hf_model_name"] = _TEXT_FOLDER
-            if (
-                model.tokenizer is not None
-            ):  # any name: open_clip reads the tokenizer from the folder itself
+            # any name: open_clip reads the tokenizer from the folder itself
+            if model.tokenizer is not None:
                 config["text_cfg"]["hf_tokenizer_name"] = _TEXT_FOLDER
                 model.tokenizer.save(folder)
         content = {"model_cfg": config, "preprocess_cfg": _preprocessing(model)}
@@ -202,9 +201,8 @@ def _bert(model: CLIP, encoder: TextEncoder) -> _Tower:
             f"open_clip supports a linear head and CLIP's MLP over {encoder.name}, got another head"
         )
         raise ConfigError(message, "unsupported")
-    if (
-        encoder.pool not in _BERT_POOLS
-    ):  # open_clip's maximum includes the padding: a mistake in its mask
+    # open_clip's maximum includes the padding: a mistake in its mask
+    if encoder.pool not in _BERT_POOLS:
         message = f"open_clip pools a BERT by {' or '.join(_BERT_POOLS)}, got {encoder.pool}"
         raise ConfigError(message, "unsupported", field="text_pool")
     fields = {

@@ -31,9 +31,8 @@ from medvl.export.importers.key_map import KeyRule, MappedTensors, Shapes, ZeroT
 Options = Mapping[str, Any]
 """Arguments of `create_image_encoder` or `create_text_encoder`."""
 
-_HEAD_WIDTH = (
-    64  # of every published BERT, vision Transformer and CLIP; the files do not contain it
-)
+# of every published BERT, vision Transformer and CLIP; the files do not contain it
+_HEAD_WIDTH = 64
 _RESNETS: Mapping[tuple[bool, tuple[int, ...]], str] = {
     (True, (3, 4, 6, 3)): "resnet50",
     (True, (3, 4, 23, 3)): "timm:resnet101",

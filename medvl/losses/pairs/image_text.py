@@ -317,9 +317,8 @@ def random_pairs(same_BB: Tensor, generator: torch.Generator) -> MatchingPairs:
     batch = len(allowed_BB)
     possible_B = allowed_BB.any(dim=1)
     order_B = torch.rand(batch, generator=generator, device=generator.device).to(device)
-    rank_B = (
-        order_B.masked_fill(~possible_B, 2.0).argsort(stable=True).argsort()
-    )  # rows with no negative come last
+    # rows with no negative come last
+    rank_B = order_B.masked_fill(~possible_B, 2.0).argsort(stable=True).argsort()
     matched_B = (rank_B >= batch - batch // 2) | ~possible_B
     text_B = torch.arange(batch, device=device)
     wrong_B = _draw(torch.zeros(batch, batch, device=device), allowed_BB, generator)
@@ -354,9 +353,8 @@ def hard_pairs(
             f"similarity is {tuple(similarity_BB.shape)}, same_BB is {tuple(same_BB.shape)}"
         )
     row_B = torch.arange(len(same_BB), device=same_BB.device)
-    image_B = _draw(
-        _add_floor(similarity_BB.T, floor), allowed_BB.T, generator
-    )  # false image of text j, from column j
+    # false image of text j, from column j
+    image_B = _draw(_add_floor(similarity_BB.T, floor), allowed_BB.T, generator)
     text_B = _draw(_add_floor(similarity_BB, floor), allowed_BB, generator)
     to_images_B = allowed_BB.any(dim=0)
     to_texts_B = allowed_BB.any(dim=1)

@@ -62,9 +62,8 @@ def dv_bound(positive_P: Tensor, negative_N: Tensor, mask_N: Tensor | None = Non
     with full_precision(positive_P):
         mask_N = torch.ones_like(negative_N, dtype=torch.bool) if mask_N is None else mask_N.bool()
         negative_N = negative_N.float().masked_fill(~mask_N, _LOWEST).flatten()
-        log_sum = F.pad(negative_N, (0, 1), value=_LOWEST).logsumexp(
-            dim=0
-        )  # one more, for a rank without negatives
+        # one more column, for a rank without negatives
+        log_sum = F.pad(negative_N, (0, 1), value=_LOWEST).logsumexp(dim=0)
         count = torch.full_like(log_sum, positive_P.numel())
         parts = torch.stack(
             [positive_P.float().sum(), count, log_sum, mask_N.sum().to(log_sum.dtype)]

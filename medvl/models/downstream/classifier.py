@@ -351,9 +351,8 @@ class ChangeClassifier(System):
         if tokenizer is not None:
             message = "change_classifier does not read text; leave tokenizer out"
             raise ConfigError(message, "unsupported", field="tokenizer")
-        dual = system(
-            config.dual_encoder
-        )  # not `create_model`: a checkpoint must not name further files to read
+        # not `create_model`: a checkpoint must not name further files to read
+        dual = system(config.dual_encoder)
         settings = from_dict(dual.Config, config.settings)
         return cls(
             config,
@@ -434,9 +433,8 @@ class ChangeClassifier(System):
             return model.embed_with_prior(image_BCHW, prior_BCHW, has_prior_B).global_NE
         count = len(image_BCHW)
         row_K = has_prior_B.nonzero().squeeze(1)
-        both_NE = model.encode_image(
-            torch.cat([image_BCHW, prior_BCHW[row_K]])
-        )  # one pass, and one batch norm
+        # one pass, and one batch norm
+        both_NE = model.encode_image(torch.cat([image_BCHW, prior_BCHW[row_K]]))
         vector_BE, prior_KE = both_NE.tensor_split([count])
         return torch.cat(
             [vector_BE, torch.zeros_like(vector_BE).index_copy(0, row_K, prior_KE)], dim=1

@@ -273,9 +273,8 @@ def encode_words(
     gradient.
     """
     tokens_BTD = encoder(batch.ids_BT, batch.mask_BT).tokens_BTD
-    slot_BT = (
-        word_slots(tokenizer, batch.ids_BT, batch.mask_BT) - 1
-    )  # the first token is not a word
+    # the first token is not a word
+    slot_BT = word_slots(tokenizer, batch.ids_BT, batch.mask_BT) - 1
     slot_BT = torch.where(slot_BT < words, slot_BT, -1)
     words_BWD, _ = sum_by_slot(tokens_BTD, slot_BT, words)
     count_BW1, _ = sum_by_slot(torch.ones_like(tokens_BTD[:, :, :1]), slot_BT, words)
@@ -318,9 +317,8 @@ class PseudoLabels(nn.Module):
         self.register_buffer(
             "map_MLHW", torch.zeros(images + 1, labels, size, size, dtype=torch.float16)
         )
-        self.register_buffer(
-            "known_M", torch.zeros(images + 1, dtype=torch.bool)
-        )  # the last row is for labelled images
+        # the last row is for labelled images
+        self.register_buffer("known_M", torch.zeros(images + 1, dtype=torch.bool))
 
     @torch.no_grad()
     def update(self, prob_BLHW: Tensor, number_B: Tensor, turn_B22: Tensor | None) -> Tensor:

@@ -77,9 +77,8 @@ class FasterRCNNRegions:
         self.selection = selection
         self._device = device
         self.net = _create(name, tensors).eval().requires_grad_(False).to(device)
-        self.net.rpn.filter_proposals = (
-            self._filter_proposals
-        )  # torchvision's needs compiled operators
+        # torchvision's needs compiled operators
+        self.net.rpn.filter_proposals = self._filter_proposals
         predictor: Any = self.net.roi_heads.box_predictor
         self.width = predictor.cls_score.in_features
         self.class_names = _class_names(predictor.cls_score.out_features, class_names)

@@ -228,9 +228,8 @@ class BioViLT(BioViL):
             )
             row_K = torch.arange(count, device=image_BCHW.device)
             row_K = row_K if has_prior_B is None else row_K[has_prior_B]
-            both_BCHW = torch.cat(
-                [image_BCHW, prior_BCHW[row_K]]
-            )  # one pass, as released: one batch norm
+            # one pass, as released: one batch norm
+            both_BCHW = torch.cat([image_BCHW, prior_BCHW[row_K]])
             patches_BPD, prior_KPD = self.patch_head(
                 self.image_encoder(both_BCHW).patches_BPD
             ).tensor_split([count])

@@ -147,9 +147,8 @@ class GLoRIA(LocalDualEncoder):
         embedded = self.without_first_token(self.embed_slots(ids_BT, mask_BT, slot_BT))
         words_NWE, _ = local_features(embedded)
         slots = [min(len(text) - text.count("["), self.config.max_tokens - 1) for text in texts]
-        padded_NWE = F.pad(
-            words_NWE, (0, 0, 0, max(slots) - words_NWE.shape[1])
-        )  # longer texts are cut
+        # longer texts are cut
+        padded_NWE = F.pad(words_NWE, (0, 0, 0, max(slots) - words_NWE.shape[1]))
         place_W = torch.arange(max(slots), device=words_NWE.device)
         mask_NW = place_W < torch.tensor(slots, device=words_NWE.device)[:, None]
         return Embeddings(embedded.global_NE, padded_NWE, mask_NW)

@@ -90,9 +90,8 @@ class MAVL(QueryEncoder):
     """
 
     Config = MAVLConfig
-    weights_version = (
-        3  # version 1: another width of the grid's projection; 2: another sentence of a place
-    )
+    # version 1: another width of the grid's projection; 2: another sentence of a place
+    weights_version = 3
 
     def __init__(
         self,
@@ -158,9 +157,8 @@ class MAVL(QueryEncoder):
             torch.einsum("ne,lae->anl", image_NE, query_LAE) * self.logit_scale.exp()[:, None, None]
         )
         silent_NL = ~((labels_NL == 0) | (labels_NL == 1))
-        if (
-            self.config.unmentioned == "absent"
-        ):  # except for rows without an image or without any label
+        # except for rows without an image or without any label
+        if self.config.unmentioned == "absent":
             silent_NL = labels_NL.isnan().all(dim=1, keepdim=True).expand_as(labels_NL)
         loss = multi_hot if self.config.contrast_targets == "multi_hot" else multi_positive
         contrast = loss(logits_ANL, labels_NL == 1, silent_NL)

@@ -114,9 +114,8 @@ class MedCLIP(DualEncoder):
         kind = self.config.label_similarity
         terms = []
         sides = (pairs.texts, *pairs.others.values())
-        label_BL = (
-            (pairs.labels_BL == POSITIVE).float() if kind == "cosine" else pairs.labels_BL
-        )  # as published
+        # as published
+        label_BL = (pairs.labels_BL == POSITIVE).float() if kind == "cosine" else pairs.labels_BL
         for texts in sides:
             targets_NM = label_similarity(label_BL[images.pair_N], label_BL[texts.pair_N], kind)
             terms.append(soft_targets(images.global_NE, texts.global_NE, targets_NM, scale))

@@ -124,9 +124,8 @@ class MGCA(LocalDualEncoder):
             gather_global(pairs),
         )
         if self.prototypes_frozen:
-            weight_KE = (
-                weight_KE.detach() + 0 * weight_KE
-            )  # a gradient of zeros, because DDP waits for one
+            # a gradient of zeros, because DDP waits for one
+            weight_KE = weight_KE.detach() + 0 * weight_KE
         own = pairs.images.global_NE, pairs.texts.global_NE, weight_KE
         return Losses.weighted(
             ita=(
@@ -145,9 +144,8 @@ class MGCA(LocalDualEncoder):
         (section 3.3).
         """
         (regions_BPE, _), (words_BWE, mask_BW) = local_features(images), local_features(texts)
-        mask_BP = mask_BW.any(dim=1, keepdim=True).expand(
-            regions_BPE.shape[:2]
-        )  # without words, nothing to attend to
+        # without words, nothing to attend to
+        mask_BP = mask_BW.any(dim=1, keepdim=True).expand(regions_BPE.shape[:2])
         temperature = self.config.local_temperature
         contrast = functools.partial(
             losses.within_sample_nce, temperature=temperature, symmetric=True

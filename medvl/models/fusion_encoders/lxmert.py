@@ -133,9 +133,8 @@ class LXMERT(RegionModel):
         states_BPD = F.dropout(states_BPD, self.config.dropout, self.training)
         for layer in self.image_layers:
             states_BPD = layer(states_BPD, padding_mask(regions.mask_BN))
-        if (
-            regions.mask_BN is not None
-        ):  # the text attends to a missing image's placeholder, whose norms are of zeros
+        # the text attends to a missing image's placeholder, whose norms are of zeros
+        if regions.mask_BN is not None:
             has_image_B11 = regions.mask_BN.any(dim=1)[:, None, None]
             states_BPD = torch.where(has_image_B11, states_BPD, states_BPD.detach())
         return Tokens(states_BPD, regions.mask_BN)

@@ -186,9 +186,8 @@ class MedViLL(JointStream):
         tokens = encode_present(has_image_B, self.pooled_dim, self._embed_cells, image)
         if has_image_B is None:
             return tokens
-        return Tokens(
-            tokens.states_BND, tokens.real_BN() & has_image_B[:, None]
-        )  # CLS and SEP remain as keys
+        # CLS and SEP remain as keys
+        return Tokens(tokens.states_BND, tokens.real_BN() & has_image_B[:, None])
 
     def _embed_cells(self, image: Tensor) -> Tokens:
         cells_BPD = self.image_encoder(image).patches_BPD

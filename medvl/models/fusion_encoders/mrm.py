@@ -316,9 +316,8 @@ def _near_first(order_BT: Tensor, mention_BT: Tensor) -> Tensor:
     near_BT = F.max_pool1d(near_BT, 2 * _NEAR + 1, stride=1, padding=_NEAR)[:, 0] > 0
     selectable_BT = order_BT.isfinite()
     same_BTT = (order_BT[:, :, None] == order_BT[:, None, :]) & selectable_BT[:, :, None]
-    near_BT = (same_BTT & near_BT[:, None, :]).any(
-        dim=2
-    )  # a unit is near where one of its tokens is
+    # a unit is near where one of its tokens is
+    near_BT = (same_BTT & near_BT[:, None, :]).any(dim=2)
     order_BT = torch.where(near_BT, order_BT, order_BT + 1)
     before_BT = ((order_BT[:, None, :] < order_BT[:, :, None]) & selectable_BT[:, None, :]).sum(
         dim=2

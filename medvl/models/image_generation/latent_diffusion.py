@@ -149,9 +149,8 @@ class LatentDiffusion(System):
             copy.deepcopy(self.unet).requires_grad_(False) if config.ema_decay else None
         )
         self.schedule = NoiseSchedule()
-        self.register_buffer(
-            "latent_scale", torch.tensor(config.latent_scale or 0.0)
-        )  # 0: not measured yet
+        # 0: not measured yet
+        self.register_buffer("latent_scale", torch.tensor(config.latent_scale or 0.0))
         self.train(self.training)
 
     @classmethod

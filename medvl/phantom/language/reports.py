@@ -127,9 +127,8 @@ def template_slots(finding: Finding, part: Part) -> dict[str, str]:
         else list(dict.fromkeys(part.zone for part in finding.parts))
     )
     larger, smaller = _by_extent(finding)
-    tip = (
-        part.size if part.size else 6.0 - 3.0 * part.t
-    )  # distance of an endotracheal tube's tip above the carina
+    # distance of an endotracheal tube's tip above the carina
+    tip = part.size if part.size else 6.0 - 3.0 * part.t
     return {
         "severity": lexicon.SEVERITY_WORDS[finding.severity],
         "severity_adverb": lexicon.SEVERITY_ADVERBS[finding.severity],

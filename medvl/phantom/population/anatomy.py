@@ -330,9 +330,8 @@ def _deform(chest: Chest, finding: Finding) -> Chest:
             chest, mediastinum=chest.mediastinum * width_factor, knob=chest.knob * knob
         )
     for part in finding.parts:
-        if (
-            finding.label == "Atelectasis"
-        ):  # volume loss pulls the diaphragm and the heart to its side
+        # volume loss pulls the diaphragm and the heart to its side
+        if finding.label == "Atelectasis":
             lift, pull = (2.4, 1.5) if part.kind == "collapse" else (0.5 + 1.6 * part.extent, 0.0)
             chest = _shift_side(
                 chest, part.side, lift * (0.3 if "upper" in part.zone else 1.0), pull

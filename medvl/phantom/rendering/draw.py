@@ -80,9 +80,8 @@ def _outlines(regions: Sequence[Region], stretch: tuple[float, float]) -> list[t
     ]
 
 
-_MIN_PIXELS_PER_CM = (
-    10.0  # smaller images are drawn at this resolution and reduced, to keep thin lines thin
-)
+# smaller images are drawn at this resolution and reduced, to keep thin lines thin
+_MIN_PIXELS_PER_CM = 10.0
 
 
 def draw(view: View, size: int = 512) -> NDArray[np.uint16]:

@@ -343,9 +343,8 @@ def _collapse(scene: Scene, lung: Lung, part: Part, outlines: list[Points]) -> N
 
 
 def _fluid(scene: Scene, lung: Lung, part: Part, outlines: list[Points]) -> None:
-    scene.add_fluid(
-        outlines, 1.0 if isinstance(lung, FrontalLung) else 0.65
-    )  # the lungs overlap in the lateral view
+    # the lungs overlap in the lateral view
+    scene.add_fluid(outlines, 1.0 if isinstance(lung, FrontalLung) else 0.65)
 
 
 def _gas(scene: Scene, lung: Lung, part: Part, outlines: list[Points]) -> None:

@@ -140,9 +140,8 @@ def _frontal_heart(scene: Scene, chest: Chest) -> None:
     organs = surface.fill([anatomy.mediastinum_outline(chest)], 190)
     surface.fill([heart], 255, organs)
     _, y = coarse.grid
-    below = np.clip(
-        (y - min(chest.dome_right, chest.dome_left)) / 3.0, 0, 1
-    )  # the liver is as dense there
+    # the liver is as dense there
+    below = np.clip((y - min(chest.dome_right, chest.dome_left)) / 3.0, 0, 1)
     above = np.clip((-6.0 - y) / 7.0, 0, 0.8)  # the neck is thin
     cv2.multiply(organs, surface.enlarge(1 - below - above), dst=organs, dtype=cv2.CV_8U)
     scene.add(organs, 0.33)

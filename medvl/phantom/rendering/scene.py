@@ -165,9 +165,8 @@ class Scene:
             cv2.addWeighted(
                 self.bronchi, -_BRONCHI / 255, total, 1.0, 0.0, dst=total, dtype=cv2.CV_32F
             )
-        surface.blur(
-            total, max(0.045, 0.6 / surface.pixels_per_cm), total
-        )  # blur of the detector and of motion
+        # blur of the detector and of motion
+        surface.blur(total, max(0.045, 0.6 / surface.pixels_per_cm), total)
         return np.maximum(total, 0.0, out=total)
 
 

@@ -72,9 +72,8 @@ class RunLogger:
             self._wandb = _start_wandb(config.wandb, config.run_dir, run or {})
         path = config.run_dir / "metrics.jsonl"
         self._file = _BufferedLines(path, step)
-        if (
-            config.tensorboard and step < total_steps
-        ):  # a finished run that is started again needs no empty file
+        # a finished run that is started again needs no empty file
+        if config.tensorboard and step < total_steps:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(
@@ -143,9 +142,8 @@ class RunLogger:
             (self._wandb, "finish"),
         ):
             if writer is not None:
-                with contextlib.suppress(
-                    OSError
-                ):  # TensorBoard's writer raises its earlier error again
+                # TensorBoard's writer raises its earlier error again
+                with contextlib.suppress(OSError):
                     getattr(writer, close)()
         if self._bar is not None:
             self._bar.close()

@@ -237,9 +237,8 @@ class TrainState:
         """Restore the weights of this rank, and return its part of the optimiser's state,
         without complete tensors.
         """
-        from medvl.train.parallel import (
-            model as parts,
-        )  # torch's part of it takes seconds to import
+        # torch's part of it takes seconds to import
+        from medvl.train.parallel import model as parts
 
         parts.read_parts(folder / WEIGHT_PARTS, self.model.weights(), self.ranks)  # in place
         optimizer = parts.empty_state(folder / OPTIMIZER_PARTS, self.model.trained)

@@ -211,9 +211,8 @@ class Step:
             self.model.check(batch)
             losses.append(self._accumulate(step, micro, batch, count))
             keys.append(batch.keys)
-        if (
-            self._cache is not None
-        ):  # it has many backward passes, and DDP would average the gradients after the first
+        # a gradient cache has many backward passes, and DDP would average after the first
+        if self._cache is not None:
             average_gradients(self._parameters, self.model.ranks)
         self.precision.unscale(self.optimizer)
         grad_norm = self.model.clip(self._parameters, self._clip_norm, self._clip_value)
@@ -229,9 +228,8 @@ class Step:
             self.model.after_step(step)
         else:
             nonfinite_loss = not all(bool(loss.total.isfinite()) for loss in losses)
-            searching = (
-                self.precision.skip_step()
-            )  # after a spike too: gradients are unscaled once a step
+            # after a spike too: gradients are unscaled once a step
+            searching = self.precision.skip_step()
             scale_search = searching and not spike and not self.model.ranks.any(nonfinite_loss)
             self._buffers.restore()
         self.optimizer.zero_grad(set_to_none=True)
@@ -272,9 +270,8 @@ class Step:
             norm_is_known = torch.cuda.Event()
             norm_is_known.record()
         optimizer: Any = self.optimizer
-        optimizer.found_inf = (
-            ~is_finite
-        ).float()  # by which torch's GradScaler tells it to skip a step
+        # torch's GradScaler sets it to make an optimiser skip a step
+        optimizer.found_inf = (~is_finite).float()
         optimizer.step()
         del optimizer.found_inf
         if norm_is_known is not None:
@@ -336,9 +333,8 @@ class Step:
             seed()
             if self.model.compiled == "graphs":
                 torch.compiler.cudagraph_mark_step_begin()
-            with self.model.reduction(
-                on=micro == count - 1
-            ):  # gradients are reduced in the last micro-batch only
+            # gradients are reduced in the last micro-batch only
+            with self.model.reduction(on=micro == count - 1):
                 with self.precision.autocast():
                     loss = self.model.forward(
                         self.place(batch), None if self._rewards is None else self._rewards.losses

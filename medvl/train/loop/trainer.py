@@ -142,9 +142,8 @@ def train(
         KeyboardInterrupt: after the first SIGINT (Ctrl-C) on a single rank, once a checkpoint is
             saved.
     """
-    config = dataclasses.replace(
-        config, run_dir=Path(config.run_dir)
-    )  # programs often give a string
+    # programs often give a string
+    config = dataclasses.replace(config, run_dir=Path(config.run_dir))
     _check(train_loader, optim, config, validates=valid_loader is not None or bool(evals))
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(join(config.device))
@@ -277,9 +276,8 @@ class Training:
         """Make steps until the run is over or a signal arrives."""
         state = self.state
         if self._last_saved is None:
-            self.save(
-                must=True
-            )  # reveals problems with saving now instead of after the first epoch
+            # reveals problems with saving now instead of after the first epoch
+            self.save(must=True)
         while not state.exhausted:
             rolled_back = self._update()
             if self._due(self.config.log_every):
@@ -368,9 +366,8 @@ class Training:
 
     def _save_parts(self, values: Mapping[str, Any], must: bool) -> bool:
         """Save the part of every rank; return whether all parts were saved."""
-        from medvl.train.fault_tolerance.checkpoint import (
-            save_parts,
-        )  # torch's part of it takes seconds
+        # torch's part of it takes seconds
+        from medvl.train.fault_tolerance.checkpoint import save_parts
 
         state = self.state
         state.ranks.on_main(self.logger.flush)
@@ -397,9 +394,8 @@ class Training:
         saved = checkpoint.read(folder)
         state.restore(saved)
         if self.config.num_threads is None and state.ranks.device.type == "cpu":
-            torch.set_num_threads(
-                min(saved.state["threads"], cpu_cores())
-            )  # another number would round differently
+            # another number would round differently
+            torch.set_num_threads(min(saved.state["threads"], cpu_cores()))
         if folder.resolve().parent == self._checkpoints.folder.resolve():
             self._last_saved = state.step
             state.ranks.on_main(lambda: self._checkpoints.point(folder, state.tracker.best_step))

@@ -420,9 +420,8 @@ def _laid_out_as(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
     """Return a moment with its parameter's strides, which fused kernels require. Files hold
     contiguous tensors.
     """
-    strides = zip(
-        tensor.shape, tensor.stride(), parameter.stride(), strict=False
-    )  # a step count has none
+    # a step count has no strides
+    strides = zip(tensor.shape, tensor.stride(), parameter.stride(), strict=False)
     if all(own == wanted for size, own, wanted in strides if size > 1):
         return tensor
     return torch.empty_strided(

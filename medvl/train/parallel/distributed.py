@@ -299,9 +299,8 @@ def _idle_seconds() -> float:
     """
     names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-    ticks = sum(
-        int(row[4]) + int(row[5]) for row in rows if row and row[0] in names
-    )  # idle, and waiting for a disk
+    # idle, and waiting for a disk
+    ticks = sum(int(row[4]) + int(row[5]) for row in rows if row and row[0] in names)
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -362,9 +361,8 @@ class SideStream:
             for field in dataclasses.fields(batch):
                 value = getattr(batch, field.name)
                 if isinstance(value, Tensor):
-                    value.record_stream(
-                        computing
-                    )  # keeps the side stream from reusing its memory during the step
+                    # keeps the side stream from reusing its memory during the step
+                    value.record_stream(computing)
         return batch
 
 
@@ -493,9 +491,8 @@ class BatchStream:
                 "out: use a larger batch"
             )
             raise TrainingError(f"{message}; {advice}", "mismatch")
-        for _ in range(
-            2 if at_start else 1
-        ):  # at the end of an epoch the rest is empty, then the next one follows
+        # at the end of an epoch the rest is empty: take the next epoch
+        for _ in range(2 if at_start else 1):
             self._iterator = iter(self.loader)
             batch = next(self._iterator, None)
             if batch is not None:

@@ -346,9 +346,8 @@ class FSDPModel(ParallelModel):
         square = torch.nn.utils.get_total_norm(shards).to(self.ranks.device).square()
         dist.all_reduce(square)
         norm = (square + torch.nn.utils.get_total_norm(scalars).to(square.device).square()).sqrt()
-        if (
-            clip_norm is not None
-        ):  # torch.nn.utils.clip_grads_with_norm_ does not accept DTensors beside tensors
+        # torch.nn.utils.clip_grads_with_norm_ does not accept DTensors beside tensors
+        if clip_norm is not None:
             torch._foreach_mul_([*shards, *scalars], (clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if clip_value is not None:
             for gradient in (*shards, *scalars):

@@ -248,9 +248,8 @@ _FAILURES = (
 
 
 def _check_size(path: Path, file: BinaryIO) -> None:
-    with zipfile.ZipFile(
-        file
-    ) as book:  # zipfile reads no more of a part than the size that it states
+    # zipfile reads no more of a part than the size that it states
+    with zipfile.ZipFile(file) as book:
         parts = book.infolist()
         size = sum(part.file_size for part in parts)
         limit = min(
@@ -285,9 +284,8 @@ def _rows(path: Path, file: BinaryIO) -> Iterator[dict[int, str]]:
     cells = 0
     most = _most_cells(file)
     for row in sheet.iter_rows(max_row=MAX_ROWS, max_col=MAX_COLUMNS, values_only=True):
-        if row.count(None) < len(
-            row
-        ):  # before a row with a large number, openpyxl yields empty ones
+        # before a row with a large number, openpyxl yields empty ones
+        if row.count(None) < len(row):
             texts = {
                 column: str(value) for column, value in enumerate(row) if value not in (None, "")
             }

@@ -350,9 +350,8 @@ def _json_row(where: str, line: str, required: Sequence[str]) -> Mapping[str, An
     try:
         row = parse_json(line)
     except ValueError as error:
-        ours = isinstance(
-            error, DuplicateKeyError | NonFiniteNumberError
-        )  # their messages quote no text
+        # their messages quote no text
+        ours = isinstance(error, DuplicateKeyError | NonFiniteNumberError)
         message = f"{where}: cannot be read as JSON ({error if ours else type(error).__name__})"
         raise CorpusError(message, "malformed") from error
     if not isinstance(row, dict):
@@ -445,9 +444,8 @@ class _Unpacked(io.RawIOBase):
 
 
 def _encoding(start: bytes) -> str:
-    is_utf16 = (
-        start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) and start[2:4] != b"\0\0"
-    )  # else UTF-32
+    # with two more zeros, the mark is that of UTF-32
+    is_utf16 = start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) and start[2:4] != b"\0\0"
     return "utf-16" if is_utf16 else "utf-8-sig"
 
 

@@ -33,9 +33,8 @@ _MIMIC = re.compile(r"p(\d{8})/s(\d{8})/")
 _ARTICLE = re.compile(r"PMC\d+|(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
 """Article of a path: ROCO's, or the hash of a PDF in MedICaT."""
 _ROCO = re.compile(r"ROCO_\d+")
-_BATCH_MEMORY = (
-    1 << 30
-)  # bytes that may be allocated for one batch of rows: compressed ones can unpack to any size
+# bytes that may be allocated for one batch of rows: compressed ones can unpack to any size
+_BATCH_MEMORY = 1 << 30
 
 
 @register_corpus("m3ae-arrow")

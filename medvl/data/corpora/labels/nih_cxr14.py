@@ -85,9 +85,8 @@ class NIHCXR14(Corpus):
             if name not in official:
                 rows.exclude("in_no_official_list")
                 continue
-            patient = deid.patient(
-                match[1]
-            )  # zeros kept as in RSNA's mapping, so that shared patients have the same hash
+            # zeros kept as in RSNA's mapping, so that shared patients have the same hash
+            patient = deid.patient(match[1])
             regions = {"boxes": boxes.pop(name)} if name in boxes else {}
             sample = Sample(
                 key=deid.image(name),

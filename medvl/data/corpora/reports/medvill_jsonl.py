@@ -96,9 +96,8 @@ def _sample(
         raise malformed(where, "img leads out of the folder of images", "img")
     if source == "openi":  # ids are the numbers of Open-i's reports
         patient = study = row["id"] if row["id"].startswith("CXR") else f"CXR{row['id']}"
-    elif (
-        name := row["id"].removeprefix("s")
-    ) in known:  # a study's id is that of its folder, such as s50414267
+    # a study's id is that of its folder, such as s50414267
+    elif (name := row["id"].removeprefix("s")) in known:
         patient, study = known[name]
     else:
         patient = study = row["id"]

@@ -149,9 +149,8 @@ def _folder_files(folder: Path, folders: InputFolders) -> Iterator[tuple[str, by
         raise CorpusError(
             f"{folder} does not exist: give NLMCXR_reports.tgz, or the folder in it", "not_found"
         )
-    paths = sorted(
-        folder.rglob("*.xml"), key=lambda path: (len(path.name), path.name)
-    )  # 2.xml before 10.xml
+    # 2.xml before 10.xml
+    paths = sorted(folder.rglob("*.xml"), key=lambda path: (len(path.name), path.name))
     for path in paths:
         yield path.name, _read_bounded(path, folders)
 

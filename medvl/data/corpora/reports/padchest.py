@@ -54,9 +54,8 @@ RENAMED = {
     "pneumothorax": "Pneumothorax",
 }  # fmt: skip
 """Release name -> CheXpert name where the finding is the same."""
-_EXCLUDED = (
-    "exclude"  # a label, and in capitals a projection: not a radiograph of the chest, or unusable
-)
+# a label, and in capitals a projection: not a radiograph of the chest, or unusable
+_EXCLUDED = "exclude"
 _PLACE = "loc "
 _IMAGE = re.compile(r"\d[\w.-]{0,200}\.png")
 _ITEM = r"'[^']*'|\"[^\"]*\"|nan|None"

@@ -59,9 +59,8 @@ def question_attention(model: FusionModel, batch: Batch) -> QuestionAttention:
         return QuestionAttention(pooled_BP=maps.pooled_BP, words_BP=words_BP, grid=None)
     height, width = batch.image_BCHW.shape[2:]
     grid = model.image_encoder.grid(height, width)
-    if (
-        batch.has_image_B is not None and not batch.has_image_B.any()
-    ):  # no image was encoded: there are no cells
+    # no image was encoded: there are no cells
+    if batch.has_image_B is not None and not batch.has_image_B.any():
         cells = words_BP.shape[1] if grid is None else grid[0] * grid[1]
         zeros_BP = words_BP.new_zeros(len(batch), cells)
         return QuestionAttention(pooled_BP=zeros_BP, words_BP=zeros_BP, grid=grid)

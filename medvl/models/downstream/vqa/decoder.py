@@ -208,9 +208,8 @@ class AnswerDecoder(nn.Module):
             raise ConfigError(message, "conflict", field="decoder.heads")
         self.sizes = Sizes.of(config, width)
         self.words = nn.Embedding(vocab_size, width)
-        self.positions = nn.Embedding(
-            config.max_tokens - 1, width
-        )  # nothing is written after the last token
+        # nothing is written after the last token
+        self.positions = nn.Embedding(config.max_tokens - 1, width)
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.layers = nn.ModuleList(DecoderLayer(self.sizes) for _ in range(config.layers))
         self.word_head = WordHead(width, vocab_size, tied=True)
@@ -297,9 +296,8 @@ def _copy_embeddings(decoder: AnswerDecoder, text_encoder: TextEncoder) -> None:
     positions = getattr(embeddings, "position_embeddings", None)
     if words is None or positions is None or words.weight.shape != decoder.words.weight.shape:
         return
-    first = (
-        0 if positions.padding_idx is None else positions.padding_idx + 1
-    )  # RoBERTa counts after its padding index
+    # RoBERTa counts after its padding index
+    first = 0 if positions.padding_idx is None else positions.padding_idx + 1
     types = getattr(embeddings, "token_type_embeddings", None)
     decoder.words.weight.copy_(words.weight)
     known_TD = positions.weight[first : first + decoder.positions.num_embeddings]

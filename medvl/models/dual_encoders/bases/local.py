@@ -79,9 +79,8 @@ def pair_scores(
             recomputed backwards.
     """
     rows = len(memory_NKE)
-    if (
-        not rows
-    ):  # a rank without pairs: attention needs a row, and DDP the gradients of all weights
+    # a rank without pairs: attention needs a row, and DDP the gradients of all weights
+    if not rows:
         memory_NKE = torch.cat([memory_NKE, memory_NKE.new_zeros(1, *memory_NKE.shape[1:])])
         mask_NK = mask_NK.new_ones(1, mask_NK.shape[1])
 
@@ -531,9 +530,8 @@ class SentenceDualEncoder(DualEncoder):
                 self._project(self.text_head, self.text_encoder(ids_BT, mask_BT).pooled_BD)
             )
         sentence_BT = torch.where(mask_BT, 0, -1) if sentence_BT is None else sentence_BT
-        width = max(
-            most_slots(sentence_BT), 1
-        )  # before the encoder, because it waits for the device
+        # before the encoder, because it waits for the device
+        width = max(most_slots(sentence_BT), 1)
         features = self.text_encoder(ids_BT, mask_BT)
         sentences_BSD, mask_BS = pool_sentences(
             features.tokens_BTD, sentence_BT, width, self.sentence_pool

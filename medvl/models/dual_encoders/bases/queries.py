@@ -225,9 +225,8 @@ class _Layer(nn.TransformerDecoderLayer):
                 normed_BQD, normed_BQD, normed_BQD, need_weights=False, attn_mask=bias_QQ
             )
             x_BQD = x_BQD + self.dropout1(of_queries[0])
-        some_B1 = mask_BK.any(
-            dim=1, keepdim=True
-        )  # without any, attend to the padding, whose result is not used
+        # without any, attend to the padding, whose result is not used
+        some_B1 = mask_BK.any(dim=1, keepdim=True)
         hidden_BK = ~mask_BK & some_B1
         read_BQD, weight_BQK = self.multihead_attn(
             self.norm2(x_BQD),

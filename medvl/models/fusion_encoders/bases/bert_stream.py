@@ -98,9 +98,8 @@ class JointStream(FusionModel):
         tokens = encode_present(has_image_B, self.fused_dim, self._encode_images, image)
         if has_image_B is None:
             return tokens
-        return Tokens(
-            tokens.states_BND, tokens.real_BN() & has_image_B[:, None]
-        )  # text tokens remain as keys
+        # text tokens remain as keys
+        return Tokens(tokens.states_BND, tokens.real_BN() & has_image_B[:, None])
 
     def _encode_images(self, image: Tensor) -> Tokens:
         states_BPD = self.embed_image(self.image_encoder(image))

@@ -135,9 +135,8 @@ class RegionInput(nn.Module):
         those.
         """
         features_BPD, codes_BPC = regions_BPF.split([self.features, self.numbers], dim=2)
-        if (
-            mask is not None and mask.source_BP.shape == features_BPD.shape[:2]
-        ):  # else no sample has an image
+        # else no sample has an image
+        if mask is not None and mask.source_BP.shape == features_BPD.shape[:2]:
             source_BP1 = mask.source_BP[:, :, None]
             read_BPD = features_BPD.flatten(0, 1)[mask.source_BP.clamp(min=0)]
             features_BPD = read_BPD.masked_fill(source_BP1 < 0, 0.0)
