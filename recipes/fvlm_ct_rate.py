@@ -111,10 +111,9 @@ MAKE_DATA = (
 )
 PHANTOM = (
     "medvl phantom ct-rate --out ct-rate --patients 1600 --shape 16 32 32 --reconstructions 1 "
-    "--organ-masks && "
-    "medvl shards ct-rate --root ct-rate --out ct-rate-shards --organ-masks ct-rate/organ_masks && "
-    "medvl vocab --data ct-rate-shards/train --out ct-rate-vocab --kind words && "
-    "medvl train fvlm_ct_rate tiny"
+    "--organ-masks && medvl shards ct-rate --root ct-rate --out ct-rate-shards --organ-masks "
+    "ct-rate/organ_masks && medvl vocab --data ct-rate-shards/train --out ct-rate-vocab --kind "
+    "words && medvl train fvlm_ct_rate tiny"
 )
 prepare = pretraining_run("fvlm_ct_rate", MAKE_DATA, PHANTOM)
 

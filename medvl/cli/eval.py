@@ -279,9 +279,8 @@ def make_retrieval_list(
     chosen.write(out)
     return (
         f"Wrote {out}: {chosen.name}, {len(chosen.candidates)} candidates, "
-        f"{len(chosen.image_queries)} image queries "
-        f"and {len(chosen.text_queries)} text queries of {len(chosen.classes)} classes, sha256 "
-        f"{chosen.sha256[:12]}"
+        f"{len(chosen.image_queries)} image queries and {len(chosen.text_queries)} text queries of "
+        f"{len(chosen.classes)} classes, sha256 {chosen.sha256[:12]}"
     )
 
 

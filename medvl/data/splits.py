@@ -103,7 +103,6 @@ def check_disjoint(patients_by_split: Mapping[str, Iterable[str]], name: str) ->
         )
         raise SplitError(
             f"{name}: splits share patients: {detail}; correct the split table so that each "
-            f"patient is in one split, "
-            "or remove its column to split by patient hash",
+            "patient is in one split, or remove its column to split by patient hash",
             "leak",
         )

@@ -290,10 +290,9 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
         "timm:vit_base_patch16_224",
         None,
         "CC-BY-NC-4.0",
-        "He et al. 2022, MAE's encoder without fine-tuning: initial weights of M2I2 and MUMC; "
-        "its authors publish it "
-        "outside the hub (mae_pretrain_vit_base.pth of github.com/facebookresearch/mae): give "
-        "the local file",
+        "He et al. 2022, MAE's encoder without fine-tuning: initial weights of M2I2 and MUMC; its "
+        "authors publish it outside the hub (mae_pretrain_vit_base.pth of "
+        "github.com/facebookresearch/mae): give the local file",
     ),
     swin_tiny=_image("timm:swin_tiny_patch4_window7_224", published.SWIN_TINY, "MIT"),
     clip_vit_b32=_clip_image(
@@ -417,17 +416,15 @@ TEXT_PRESETS: Mapping[str, TextPreset] = _frozen(
         None,
         "MIT",
         "Alsentzer et al. 2019, BERT-base trained on all MIMIC notes "
-        "(bert_pretrain_all_notes_150000); its "
-        "authors publish it outside the hub (github.com/EmilyAlsentzer/clinicalBERT): give the "
-        "local folder",
+        "(bert_pretrain_all_notes_150000); its authors publish it outside the hub "
+        "(github.com/EmilyAlsentzer/clinicalBERT): give the local folder",
     ),
     bioclinicalbert=_bert(
         _CASED,
         published.BIO_CLINICAL_BERT,
         "MIT",
         "ConVIRT, GLoRIA, LoVT, MedCLIP, MGCA, CXR-CLIP. A cased vocabulary, but the repository "
-        "does not say "
-        "so, and the Hugging Face tokenizer that all of them used lower-cases",
+        "does not say so, and the Hugging Face tokenizer that all of them used lower-cases",
     ),
     biobert=_bert(_CASED, published.BIOBERT, _NO_LICENCE),
     pubmedbert=_bert(_PUBMED, published.PUBMEDBERT, "MIT"),

@@ -44,9 +44,8 @@ CLIP_SCALARS = ("logit_scale", "logit_bias", "input_resolution", "context_length
 CLIP_TEXT_PARTS = ("transformer.", "token_embedding.", "positional_embedding", "ln_final.")
 """Key prefixes of the text Transformer of a CLIP file."""
 _OWN_FILE = (
-    "give a file, a folder, or 'OWNER/NAME@COMMIT' for a repository on the hub: as `pretrained` "
-    "of an encoder, as "
-    "`image_weights` or `text_weights` of a system"
+    "give a file, a folder, or 'OWNER/NAME@COMMIT' for a repository on the hub: as `pretrained` of "
+    "an encoder, as `image_weights` or `text_weights` of a system"
 )
 _INSTALL = "`pip install 'medvl[weights]'`"
 _SET = "#"

@@ -355,9 +355,8 @@ class _CheckpointReader(PickleReader):
         if not value:
             raise WeightsError(
                 f"{self.path} refers to {module}.{name}, which no torch checkpoint needs: it is "
-                f"refused, because a "
-                "pickle can run any program. Where it was written, save only its tensors, best "
-                "as safetensors",
+                "refused, because a pickle can run any program. Where it was written, save only "
+                "its tensors, best as safetensors",
                 "unsupported",
             )
         self.stack.append(_Global(module, name))

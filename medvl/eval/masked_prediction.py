@@ -75,17 +75,15 @@ from medvl.schema import Sample
 
 _WORDS: Mapping[str, str] = {
     "finding": (
-        "effusions? pneumothora(?:x|ces) o?edema consolidations? atelecta(?:sis|ses) "
-        "cardiomegaly opacit(?:y|ies) "
-        "opacifications? pneumonias? fractures? nodules? mass(?:es)? lesions? infiltrates? "
-        "infiltrations? emphysema "
-        "fibrosis thickening congestion hernia granulomas? collapse scoliosis"
+        "effusions? pneumothora(?:x|ces) o?edema consolidations? atelecta(?:sis|ses) cardiomegaly "
+        "opacit(?:y|ies) opacifications? pneumonias? fractures? nodules? mass(?:es)? lesions? "
+        "infiltrates? infiltrations? emphysema fibrosis thickening congestion hernia granulomas? "
+        "collapse scoliosis"
     ),
     "side": "left right bilateral bilaterally unilateral left-sided right-sided",
     "severity": (
         "mild moderate severe small large tiny minimal trace slight subtle marked massive "
-        "extensive mildly moderately "
-        "severely slightly minimally markedly"
+        "extensive mildly moderately severely slightly minimally markedly"
     ),
     "negation": "no not without negative denies neither nor absent",
 }

@@ -165,9 +165,8 @@ def model_card(
     parts = [
         "\n".join(["---", *front, "---"]),
         f"# {name}",
-        "Research model of [medvl](https://github.com/medvl/medvl). It is not a medical device; "
-        "do not use it for "
-        "clinical decisions.",
+        "Research model of [medvl](https://github.com/medvl/medvl). It is not a medical device; do "
+        "not use it for clinical decisions.",
         f'## Use\n\n```python\nimport medvl\n\nmodel = medvl.load("FOLDER")  # or '
         f'"hf-hub:OWNER/NAME"\n{call}\n```',
         f"## Data\n\n{_data(manifests)}",
@@ -200,8 +199,7 @@ def _data(manifests: Sequence[Mapping[str, Any]]) -> str:
     ]
     rows = [
         f"| {each.get('corpus', '-')} | {_kind(each)} | {each.get('split', '-')} | "
-        f"{each.get('samples', '-')} "
-        f"| {_patients(each)} | {use} |"
+        f"{each.get('samples', '-')} | {_patients(each)} | {use} |"
         for each, use in [
             *uses,
             *(

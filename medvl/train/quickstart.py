@@ -337,9 +337,8 @@ def letter_recipes(
 
 VOLUME_DATA = (
     "medvl phantom ct-rate --out ct-rate --patients 1600 --shape 16 32 32 --reconstructions 1 && "
-    "medvl shards ct-rate --root ct-rate --out ct-rate-shards && "
-    "medvl vocab --data ct-rate-shards/train --out ct-rate-vocab --kind words && "
-    "medvl train "
+    "medvl shards ct-rate --root ct-rate --out ct-rate-shards && medvl vocab --data "
+    "ct-rate-shards/train --out ct-rate-vocab --kind words && medvl train "
 )
 """Commands that make the data of `volume_recipe`; the name of the recipe and "tiny" follow."""
 

@@ -18,9 +18,8 @@ _DASH = "–"
 FAILED = "failed"
 _WAITING = "to do"
 _APART = (
-    "the systems have other test items or other references, or predictions that give no "
-    "resamples, and are compared as "
-    "independent"
+    "the systems have other test items or other references, or predictions that give no resamples, "
+    "and are compared as independent"
 )
 
 
@@ -400,9 +399,8 @@ def _seeds_caption(found: Measurements) -> str:
 # paired differences.
 
 _CAPTION = (
-    "95% intervals, paired over test items where the predictions allow it; they are not "
-    "corrected for the number of "
-    "comparisons. The tick marks no difference. {seeds}"
+    "95% intervals, paired over test items where the predictions allow it; they are not corrected "
+    "for the number of comparisons. The tick marks no difference. {seeds}"
 )
 
 

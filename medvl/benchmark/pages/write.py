@@ -113,9 +113,8 @@ def share_sections(found: Measurements) -> list[Section]:
                     lines.append([f"{row_name}, {title}", *cells])
         heading = titled("Shares of the pairs", name)
         caption = (
-            "All runs have the same number of steps: with few pairs they see each pair more "
-            "often. Where there are "
-            "fewer pairs than a batch, a batch has all of them."
+            "All runs have the same number of steps: with few pairs they see each pair more often. "
+            "Where there are fewer pairs than a batch, a batch has all of them."
         )
         sections.append(Pictures(title=heading, strips=strips, caption=caption, kind="wide"))
         columns = ["system and metric", *(f"{100 * share:g} %" for share in shares)]
@@ -221,9 +220,8 @@ _FILES = {
 }
 _LIMIT = (
     "All systems have the same data, steps and, where the file sets them, encoders; all other "
-    "settings are those of "
-    "their recipes. None was tuned for this benchmark, and the same number of steps suits some "
-    "better than others."
+    "settings are those of their recipes. None was tuned for this benchmark, and the same number "
+    "of steps suits some better than others."
 )
 _PHANTOM_LIMIT = (
     "Results on the phantom show that the software works and how systems differ on "

@@ -378,8 +378,7 @@ def regions(
         )
         print(
             f"Wrote {folder}/regions/{name}: {manifest.regions} regions of {manifest.images} "
-            f"images, "
-            f"{manifest.skipped} images skipped; {use}{classes}"
+            f"images, {manifest.skipped} images skipped; {use}{classes}"
         )
 
 

@@ -254,8 +254,7 @@ def find_regions(shards: str | Location, detector_sha256: str) -> str:
             return name
     message = (
         f"{shards} has no regions of the detector that the model was trained with (sha256 "
-        f"{detector_sha256[:12]}); "
-        "run `medvl regions` on it with the same detector and options"
+        f"{detector_sha256[:12]}); run `medvl regions` on it with the same detector and options"
     )
     raise ShardError(message, "not_found", field="regions")
 

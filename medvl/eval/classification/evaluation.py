@@ -49,8 +49,7 @@ _METRIC_NAMES: Mapping[str, str] = {
 _RULES: Mapping[str, str] = {"f1": "F1", "mcc": "MCC", "youden": "sensitivity + specificity"}
 LIMITS = (
     "For research, not for clinical use: the metrics compare scores with labels of these images "
-    "and do not measure "
-    "clinical benefit.",
+    "and do not measure clinical benefit.",
     "Intervals are percentiles of a bootstrap over the units named above. They cover sampling "
     "variation only, not "
     "label errors (labels may come from reports) or differences from other patient populations.",

@@ -292,8 +292,7 @@ def _disagreements(runs: Sequence[Run]) -> list[str]:
         if (other.protocol, other.protocol_version) != (first.protocol, first.protocol_version):
             notes.append(
                 f"{run.name} has protocol {other.protocol} version {other.protocol_version}, "
-                f"{runs[0].name} has "
-                f"{first.protocol} version {first.protocol_version}"
+                f"{runs[0].name} has {first.protocol} version {first.protocol_version}"
             )
         names = sorted({*first.inputs, *other.inputs} - _RUN_INPUTS)
         names = [name for name in names if not name.startswith(IMAGES_OF)]

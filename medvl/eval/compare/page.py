@@ -64,8 +64,7 @@ _LIMITS = (
     "with 95% intervals. An "
     "arrow marks intervals that exclude 0. With many rows, some intervals exclude 0 by chance.",
     "Paired intervals cover the sampling of test patients. They do not cover the variation of "
-    "training: another seed "
-    "gives other weights.",
+    "training: another seed gives other weights.",
 )
 
 

@@ -176,9 +176,8 @@ def refuse_training_patients(checkpoint: Path, source: ShardSource) -> None:
                 ) from None
             continue
         _log.warning(
-            "%s was trained on %s/%s, whose patients were hashed with another salt than those "
-            "of %s: shared patients "
-            "would not be noticed; convert both with one --salt-file",
+            "%s was trained on %s/%s, whose patients were hashed with another salt than those of "
+            "%s: shared patients would not be noticed; convert both with one --salt-file",
             *(checkpoint, training.corpus, training.split, source.folder),
         )
 

@@ -175,8 +175,7 @@ def check_replaceable(folder: Path, inputs: Mapping[str, str | None]) -> None:
         if known is not None and known != new:
             message = (
                 f"{path} holds results of another {name} ({_short(known)}) than this evaluation "
-                f"({_short(new)}); give "
-                "another folder (--out), or replace them (--replace)"
+                f"({_short(new)}); give another folder (--out), or replace them (--replace)"
             )
             raise EvaluationError(message, "exists", field="out")
 

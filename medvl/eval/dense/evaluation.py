@@ -56,8 +56,7 @@ LIMITS = (
     "trained for this task, so "
     "the numbers compare encoders and are not the best that could be reached.",
     "Intervals are percentiles of a bootstrap over patients. They include sampling error, not "
-    "disagreement between the "
-    "annotators of the boxes or masks.",
+    "disagreement between the annotators of the boxes or masks.",
     "Images on this page belong to the data set and stay under its terms of use.",
 )
 

@@ -108,9 +108,8 @@ class ImageDetections:
     def __post_init__(self) -> None:
         if self.boxes_D4.shape != (len(self.scores_D), 4) or self.truth_G4.shape[1:] != (4,):
             raise EvaluationError(
-                f"expected detections (D, 4), scores (D,) and annotated boxes (G, 4), got "
-                f"{self.boxes_D4.shape}, "
-                f"{self.scores_D.shape} and {self.truth_G4.shape}",
+                "expected detections (D, 4), scores (D,) and annotated boxes (G, 4), got "
+                f"{self.boxes_D4.shape}, {self.scores_D.shape} and {self.truth_G4.shape}",
                 "mismatch",
             )
         if not (np.isfinite(self.boxes_D4).all() and np.isfinite(self.scores_D).all()):

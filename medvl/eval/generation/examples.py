@@ -50,9 +50,8 @@ def prompt_examples(result: GenerationResult, examples: int) -> Cards:
         if len(rows)
     ]
     caption = (
-        "Each prompt with its real image, if there is one, and the generated image. Bars: share "
-        "of the generated "
-        "images that the classifier scores lower for a finding of the prompt."
+        "Each prompt with its real image, if there is one, and the generated image. Bars: share of "
+        "the generated images that the classifier scores lower for a finding of the prompt."
     )
     return Cards(title="Prompts and images", decks=decks, caption=caption)
 
@@ -125,10 +124,8 @@ def nearest_examples(result: GenerationResult, examples: int) -> Cards:
         decks.append(Deck(title=f"Nearest by {space}", cards=cards, good=True))
     caption = (
         "The generated images that are nearest to a training image, with that image and the "
-        "training image nearest by "
-        f"the other distance. Too near: below {found.limit['pixels']:.3g} in pixels, "
-        f"{found.limit['features']:.3g} in "
-        "features."
+        "training image nearest by the other distance. Too near: below "
+        f"{found.limit['pixels']:.3g} in pixels, {found.limit['features']:.3g} in features."
     )
     return Cards(title="Nearest training images", decks=decks, caption=caption)
 

@@ -348,15 +348,13 @@ def _use_mean(result: GenerationResult) -> str:
 
 _LIMITS = (
     "A research evaluation of synthetic images, not for clinical use. A report written for a "
-    "generated image proves "
-    "nothing about patients.",
+    "generated image proves nothing about patients.",
     "Findings are read by a classifier that makes errors on real images too: compare with the "
     "row of real images. A "
     "prompt states what a report states, which may be less than what its image shows.",
     "Distances of features depend on the features and on the number of images; values of other "
-    "features or counts do "
-    "not compare. Intervals of distances at equal counts are over divisions of the images, "
-    "which overlap.",
+    "features or counts do not compare. Intervals of distances at equal counts are over divisions "
+    "of the images, which overlap.",
     "The search for copies compares shrunk pixels and features; a copy that is cropped, "
     "mirrored or turned can escape.",
 )
@@ -511,9 +509,8 @@ def _sweep(result: GenerationResult) -> list[Section]:
                 )
             )
     caption = (
-        "Guidance makes findings clearer and moves the images away from the real ones: choose "
-        "it on prompts of "
-        "validation patients, and report both. Bars are 95% intervals."
+        "Guidance makes findings clearer and moves the images away from the real ones: choose it "
+        "on prompts of validation patients, and report both. Bars are 95% intervals."
     )
     return [
         Pictures(title="Guidance", strips=[Strip(title="", pictures=pictures)], caption=caption)

@@ -188,8 +188,7 @@ def describe_copies(rows: Sequence[MetricRow]) -> list[str]:
         )
         sentences.append(
             f"{'Memorisation' if sure else 'Near to training images'}, {name}: {shares}, where "
-            f"real images have "
-            f"{QUANTILE}{'' if sure else doubt}."
+            f"real images have {QUANTILE}{'' if sure else doubt}."
         )
     return sentences
 

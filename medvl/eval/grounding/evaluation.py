@@ -60,12 +60,10 @@ _SIDE = 384  # longer side of a picture, in pixels
 _UNSEEN = 0.35  # brightness of pixels outside of the model's crop
 _BOX = (34, 211, 238)
 LIMITS = (
-    "A research evaluation, not for clinical use: a high value inside a box shows that this "
-    "region matches the phrase, "
-    "not that the model has recognized the finding or its outline.",
+    "A research evaluation, not for clinical use: a high value inside a box shows that this region "
+    "matches the phrase, not that the model has recognized the finding or its outline.",
     "Intervals are percentiles of a bootstrap over patients. They include sampling error, not "
-    "disagreement between the "
-    "annotators of the boxes.",
+    "disagreement between the annotators of the boxes.",
     "Images and phrases on this page belong to the data set and stay under its terms of use.",
 )
 

@@ -423,10 +423,9 @@ def stored_size(loader: Loader, position: int, sample: Sample) -> tuple[int, int
         height, width
     ):
         raise EvaluationError(
-            f"sample {sample.key} is stored with {height} x {width} pixels, and its boxes are "
-            f"in an image of "
-            f"{published_height} x {published_width}: make its shards from the images that the "
-            f"boxes were drawn on",
+            f"sample {sample.key} is stored with {height} x {width} pixels, and its boxes are in "
+            f"an image of {published_height} x {published_width}: make its shards from the images "
+            "that the boxes were drawn on",
             "mismatch",
         )
     return height, width

@@ -218,8 +218,7 @@ def _check_calibration(
         if sha256 not in (None, getattr(calibration, f"{name}_sha256")):
             message = (
                 f"the calibration, made with the prompts {calibration.prompts!r}, is of another "
-                f"{name} than this "
-                f"evaluation, whose first prompts are {prompts.name!r}"
+                f"{name} than this evaluation, whose first prompts are {prompts.name!r}"
             )
             raise EvaluationError(
                 f"{message}; run medvl eval calibrate again", "mismatch", field="calibration"

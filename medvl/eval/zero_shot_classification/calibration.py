@@ -294,9 +294,8 @@ def write_calibration(calibration: Calibration, path: Path, *, replace: bool = F
         if earlier != calibration.checkpoint_sha256:
             message = (
                 f"{path} is of another checkpoint (sha256 {earlier[:12]}) than this calibration "
-                f"(sha256 "
-                f"{calibration.checkpoint_sha256[:12]}); give another file (--out), or replace "
-                f"it (--replace)"
+                f"(sha256 {calibration.checkpoint_sha256[:12]}); give another file (--out), or "
+                "replace it (--replace)"
             )
             raise EvaluationError(message, "exists", field="out")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -190,8 +190,7 @@ def _inputs(model: Any) -> list[str]:
         f"image_tower.onnx scales and "
         "normalises them; medvl is only needed to cut images as in training.",
         f"`ids`, `mask`: int64, texts x tokens, at most {model.text_encoder.max_tokens} tokens; "
-        f"the mask is 1 on real "
-        "tokens and 0 on padding, which follows them.",
+        "the mask is 1 on real tokens and 0 on padding, which follows them.",
     ]
 
 

@@ -404,8 +404,7 @@ _HEAD = "a projection into this system's shared space: only its encoders are imp
 _SCALE = "the temperature of this system's loss"
 _STATISTICS = (
     f"The pixel statistics are ImageNet's ({IMAGENET_MEAN}, {IMAGENET_STD}), the encoder's "
-    f"default; those of this "
-    "system are not known."
+    "default; those of this system are not known."
 )
 _FUSION = "the fusion-encoder of this system: only its encoders are imported"
 

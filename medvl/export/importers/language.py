@@ -224,9 +224,8 @@ _TABLE = (
     keep("encoder_decoder.logit.*", "word_head.*"),
 )
 _NOTE = (
-    "The file has no vocabulary: give --tokenizer, made by `medvl vocab --kind r2gen` from "
-    "shards of the same "
-    "annotation file (`medvl shards r2gen-annotation`), with its threshold."
+    "The file has no vocabulary: give --tokenizer, made by `medvl vocab --kind r2gen` from shards "
+    "of the same annotation file (`medvl shards r2gen-annotation`), with its threshold."
 )
 
 

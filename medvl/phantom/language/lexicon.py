@@ -65,9 +65,8 @@ PRESENT: dict[str, dict[str, Templates]] = {
         "any": (
             "[There is |]{severity} [pulmonary|interstitial] edema.",
             "{severity} pulmonary vascular congestion and edema.",
-            "[Perihilar|Bilateral perihilar] haziness [consistent with|compatible with|in "
-            "keeping with] {severity} "
-            "pulmonary edema.",
+            "[Perihilar|Bilateral perihilar] haziness [consistent with|compatible with|in keeping "
+            "with] {severity} pulmonary edema.",
             "[Bilateral|Diffuse] interstitial opacities with Kerley B lines [reflect|represent] "
             "{severity} edema.",
             "Indistinct pulmonary vasculature [is consistent with|indicates] {severity} edema.",
@@ -317,8 +316,7 @@ ABSENT: dict[tuple[str, ...], Templates] = {
     ),
     ("Cardiomegaly", "Enlarged Cardiomediastinum"): (
         "[The cardiomediastinal silhouette|Cardiomediastinal silhouette|The cardiomediastinal "
-        "contour] is "
-        "[normal|within normal limits|unremarkable].",
+        "contour] is [normal|within normal limits|unremarkable].",
         "Heart size and mediastinal contours are [normal|within normal limits|unremarkable].",
         "The cardiac, mediastinal and hilar contours are [normal|unremarkable].",
     ),

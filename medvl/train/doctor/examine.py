@@ -449,8 +449,7 @@ def advice(exam: Examination, settings: Settings) -> list[str]:
     if part == "cores":
         return [
             f"{exam.workers} workers and {exam.threads} threads share {exam.cores} cores: fewer "
-            f"--data.workers, or "
-            "--train.num-threads so that both fit"
+            "--data.workers, or --train.num-threads so that both fit"
         ]
     return list(_faster_loader(exam, settings.data, part))
 
@@ -472,9 +471,8 @@ def _faster_step(exam: Examination, settings: Settings) -> Iterator[str]:
             )
     if exam.real_tokens < _MUCH_PADDING and not train.packed_text:
         yield (
-            f"{1 - exam.real_tokens:.0%} of the token positions are padding: "
-            f"--train.packed-text True leaves it out "
-            "(BERT family), a smaller --model.max-tokens cuts the longest texts"
+            f"{1 - exam.real_tokens:.0%} of the token positions are padding: --train.packed-text "
+            "True leaves it out (BERT family), a smaller --model.max-tokens cuts the longest texts"
         )
     if train.grad_cache is not None:
         yield "--train.grad-cache: a larger part, or None where the batch fits"

@@ -203,8 +203,7 @@ class Checkpoints:
             self.failures += 1
             _log.warning(
                 "the checkpoint of step %d could not be saved (%s: %s); training continues with "
-                "the previous one, and "
-                "saving is retried",
+                "the previous one, and saving is retried",
                 *(step, type(error).__name__, error),
             )
             return None
@@ -239,8 +238,7 @@ class Checkpoints:
         if damaged:
             raise CheckpointError(
                 f"all {len(damaged)} checkpoints in {self.folder} are damaged (newest: "
-                f"{damaged[0][1]}); restore one, "
-                "or choose another run_dir to start over",
+                f"{damaged[0][1]}); restore one, or choose another run_dir to start over",
                 "malformed",
             )
         return None

@@ -142,9 +142,8 @@ def _out_of_memory(ranks: RankInfo, config: TrainConfig) -> TrainingError:
     local = config.micro_batch // ranks.size
     part = max(1, min(local, config.grad_cache or local) // 2)
     advice = [
-        f"set train.accumulate to {2 * config.accumulate} (the same global batch, but "
-        f"contrastive negatives from half "
-        "as many pairs)",
+        f"set train.accumulate to {2 * config.accumulate} (the same global batch, but contrastive "
+        "negatives from half as many pairs)",
         f"or train.grad_cache to {part} (all negatives, more time; contrastive dual-encoders only)",
     ]
     if config.precision == "fp32" and ranks.device.type == "cuda":
@@ -155,11 +154,9 @@ def _out_of_memory(ranks: RankInfo, config: TrainConfig) -> TrainingError:
         )
     advice.append("or use more ranks or a smaller model")
     return TrainingError(
-        f"rank {ranks.rank} ran out of memory on {_device_memory(ranks.device)} with {local} "
-        f"pairs per rank and "
-        f"micro-batch: {', '.join(advice)}. The last checkpoint is intact: the same command "
-        f"resumes from it unless a "
-        "changed setting determines the weights",
+        f"rank {ranks.rank} ran out of memory on {_device_memory(ranks.device)} with {local} pairs "
+        f"per rank and micro-batch: {', '.join(advice)}. The last checkpoint is intact: the same "
+        "command resumes from it unless a changed setting determines the weights",
         "too_large",
         field="global_batch",
     )

@@ -393,9 +393,8 @@ def resume_path(resume: str, own: Path | None, run_dir: Path) -> Path | None:
     start = Path(resume).resolve()
     if own is not None and start != own.resolve() and own.resolve().parent == start.parent:
         raise CheckpointError(
-            f"{resume} is not the newest checkpoint of {run_dir}; remove the newer ones to "
-            f"resume from it, or start "
-            "from it in another run_dir",
+            f"{resume} is not the newest checkpoint of {run_dir}; remove the newer ones to resume "
+            "from it, or start from it in another run_dir",
             "conflict",
             field="resume",
         )
@@ -521,10 +520,9 @@ class RollbackPolicy:
         samples = self._log_samples(result, step)
         if state.skipped > budget:
             message = (
-                f"{state.skipped} updates were skipped, nonfinite_budget is {budget}; the last "
-                f"was step {step + 1} "
-                f"with the samples {samples}. Check them (all in metrics.jsonl), lower optim.lr "
-                f"or set optim.clip_norm"
+                f"{state.skipped} updates were skipped, nonfinite_budget is {budget}; the last was "
+                f"step {step + 1} with the samples {samples}. Check them (all in metrics.jsonl), "
+                "lower optim.lr or set optim.clip_norm"
             )
             raise TrainingError(message, "nonfinite", field="nonfinite_budget")
         return (

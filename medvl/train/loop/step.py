@@ -59,10 +59,9 @@ class GradCache:
     def __init__(self, model: nn.Module, part: int, precision: Precision) -> None:
         if not (isinstance(model, DualEncoder) and model.compares_pairs):
             raise ConfigError(
-                "grad_cache needs a contrastive dual-encoder, whose loss depends on the "
-                "embeddings only (ConVIRT, "
-                f"CLIP, GLoRIA, ...), got {getattr(model, 'name', type(model).__name__)}; leave "
-                f"it unset",
+                "grad_cache needs a contrastive dual-encoder, whose loss depends on the embeddings "
+                "only (ConVIRT, CLIP, GLoRIA, ...), got "
+                f"{getattr(model, 'name', type(model).__name__)}; leave it unset",
                 "unsupported",
                 field="grad_cache",
             )

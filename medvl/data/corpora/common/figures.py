@@ -105,10 +105,9 @@ def apply_split_rule(plan: Plan, rule: SplitRule, order: Sequence[str]) -> Plan:
     )
     if shared and rule == "official":
         message = (
-            f"{plan.corpus}: {len(shared)} articles or patients have images in several "
-            f"published splits. "
-            f"--splits repaired leaves out {misplaced.total()} of {len(plan.records)} figures; "
-            "--splits by-article makes new splits"
+            f"{plan.corpus}: {len(shared)} articles or patients have images in several published "
+            f"splits. --splits repaired leaves out {misplaced.total()} of {len(plan.records)} "
+            "figures; --splits by-article makes new splits"
         )
         raise SplitError(message, "leak", field="splits")
     excluded = Counter({f"article_in_{split}": count for split, count in misplaced.items()})

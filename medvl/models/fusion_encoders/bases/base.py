@@ -539,9 +539,8 @@ def check_attention(config: Any, *, unmatched: Collection[AttentionKind] = ()) -
     if config.attention in unmatched:
         message = (
             f"attention {config.attention!r} hides the text from the pooled token, so that ITM "
-            f"cannot learn; use "
-            "'bar', 'mixed' or 'bidirectional', or, to write reports, 'seq2seq' with MedViLL's "
-            "objective 'report'"
+            "cannot learn; use 'bar', 'mixed' or 'bidirectional', or, to write reports, 'seq2seq' "
+            "with MedViLL's objective 'report'"
         )
         raise ConfigError(message, "conflict", field="attention")
     check_within(config, "[0, 1]", "seq2seq_share")
@@ -567,8 +566,7 @@ def create_encoders(config: FusionConfig, *, pretrained: bool) -> tuple[ImageSou
         if match is None or config.image_arguments:
             message = (
                 "expected regions:WIDTH or regions:WIDTH+CODE as in regions:1024+7 (CODE 4 or 7 "
-                "numbers of a box), "
-                f"without image_arguments; got {config.image_encoder!r}"
+                f"numbers of a box), without image_arguments; got {config.image_encoder!r}"
             )
             raise ConfigError(message, "wrong_type", field="image_encoder")
         code = match[2] and cast(BoxCode, int(match[2]))
