@@ -29,16 +29,18 @@ from medvl.models import list_models, system
 
 ROOT = Path(__file__).parent.parent
 FACES = (
-    *("medvl", "medvl.data", "medvl.encoders", "medvl.losses", "medvl.models"),
-    *(
-        "medvl.train",
-        "medvl.eval",
-        "medvl.inference",
-        "medvl.export",
-        "medvl.phantom",
-        "medvl.serve",
-        "medvl.benchmark",
-    ),
+    "medvl",
+    "medvl.data",
+    "medvl.encoders",
+    "medvl.losses",
+    "medvl.models",
+    "medvl.train",
+    "medvl.eval",
+    "medvl.inference",
+    "medvl.export",
+    "medvl.phantom",
+    "medvl.serve",
+    "medvl.benchmark",
 )
 DOCUMENTS = ("RESULTS", "PERFORMANCE", "CONTRIBUTING", "CHANGELOG", "SECURITY")
 FAMILIES = {

@@ -18,14 +18,16 @@ from medvl.errors import MedvlError
 # The readers under test are internals, imported in the functions below.
 
 PYDICOM_FILES = (
-    *(
-        "CT_small",
-        "MR_small_implicit",
-        "MR_small_RLE",
-        "MR_small_jp2klossless",
-        "MR_small_jpeg_ls_lossless",
-    ),
-    *("SC_rgb_jpeg_gdcm", "SC_rgb_small_odd_jpeg", "image_dfl", "liver_1frame", "ExplVR_BigEnd"),
+    "CT_small",
+    "MR_small_implicit",
+    "MR_small_RLE",
+    "MR_small_jp2klossless",
+    "MR_small_jpeg_ls_lossless",
+    "SC_rgb_jpeg_gdcm",
+    "SC_rgb_small_odd_jpeg",
+    "image_dfl",
+    "liver_1frame",
+    "ExplVR_BigEnd",
 )
 
 

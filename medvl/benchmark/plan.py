@@ -200,7 +200,8 @@ class _Planner:
                 added = differences(stored.settings, settings)
                 _log.info(
                     "%s was stored before the settings %s existed: their defaults apply",
-                    *(stored.title, ", ".join(path for path, *_ in added)),
+                    stored.title,
+                    ", ".join(path for path, *_ in added),
                 )
                 return stored.key
         return run.key

@@ -29,17 +29,17 @@ from medvl.schema import FINDINGS
 
 _REGIONS = ("Head", "Spine and Muscles", "Thorax", "Abdomen", "Reproductive and Urinary System")
 _NIH = (
-    *(
-        "Atelectasis",
-        "Cardiomegaly",
-        "Consolidation",
-        "Edema",
-        "Effusion",
-        "Infiltration",
-        "Mass",
-        "Nodule",
-    ),
-    *("Pneumonia", "Pneumothorax", "No Finding"),
+    "Atelectasis",
+    "Cardiomegaly",
+    "Consolidation",
+    "Edema",
+    "Effusion",
+    "Infiltration",
+    "Mass",
+    "Nodule",
+    "Pneumonia",
+    "Pneumothorax",
+    "No Finding",
 )
 _STRUCTURES = {
     "left_lung": "left lung",

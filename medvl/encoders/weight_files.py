@@ -83,20 +83,21 @@ _NO_WEIGHTS = re.compile(
 """Names of entries of a checkpoint that hold tensors but no weights of a model."""
 _COPY_WORDS = frozenset(
     {
-        *(
-            "ema",
-            "teacher",
-            "momentum",
-            "target",
-            "averaged",
-            "average",
-            "avg",
-            "swa",
-            "shadow",
-            "slow",
-            "polyak",
-        ),
-        *("k", "m", "key", "mean"),
+        "ema",
+        "teacher",
+        "momentum",
+        "target",
+        "averaged",
+        "average",
+        "avg",
+        "swa",
+        "shadow",
+        "slow",
+        "polyak",
+        "k",
+        "m",
+        "key",
+        "mean",
     }
 )
 """Words in the name of a module that is a copy of another one: an average, a teacher, a momentum

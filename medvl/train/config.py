@@ -367,14 +367,17 @@ class TrainConfig:
             _log.warning(
                 "the learning rate rises during %d of %d steps, and reaches %.1e: "
                 "--optim.schedule.warmup-steps %d takes a tenth of them",
-                *(min(warmup, total_steps), total_steps),
-                *(optim.lr * min(1, total_steps / warmup), total_steps // 10),
+                min(warmup, total_steps),
+                total_steps,
+                optim.lr * min(1, total_steps / warmup),
+                total_steps // 10,
             )
         if validates and every != "epoch" and every > total_steps:
             _log.warning(
                 "the run validates once, after its %d steps: --train.validate-every %d validates "
                 "four times",
-                *(total_steps, max(1, total_steps // 4)),
+                total_steps,
+                max(1, total_steps // 4),
             )
 
     def total_steps(self, steps_per_epoch: int) -> int:

@@ -105,17 +105,15 @@ class OpenClip:
         loader = SizedLoader(batches, steps, self.arguments.batch_size)
         data = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda epoch: None)}
         self.train_one_epoch(
-            *(
-                self.compiled,
-                data,
-                self.loss,
-                0,
-                self.optimizer,
-                None,
-                lambda step: mark(),
-                None,
-                self.arguments,
-            ),
+            self.compiled,
+            data,
+            self.loss,
+            0,
+            self.optimizer,
+            None,
+            lambda step: mark(),
+            None,
+            self.arguments,
             tb_writer=None,
         )
         mark()

@@ -27,18 +27,24 @@ _COPIES = (
     "nhwctonchw",
 )
 _PRODUCTS = (
-    *("gemm", "gemv", "cutlass", "xmma", "nvjet", "cublas", "wgmma", "triton_tem", "splitk"),
-    *(
-        "conv",
-        "fprop",
-        "dgrad",
-        "wgrad",
-        "winograd",
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "aten::baddbmm",
-    ),
+    "gemm",
+    "gemv",
+    "cutlass",
+    "xmma",
+    "nvjet",
+    "cublas",
+    "wgmma",
+    "triton_tem",
+    "splitk",
+    "conv",
+    "fprop",
+    "dgrad",
+    "wgrad",
+    "winograd",
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
 )
 _NOT_PRODUCTS = ("convert", "batch_norm", "bn_fw", "bn_bw")
 """Parts of names of kernels that would be taken for convolutions."""

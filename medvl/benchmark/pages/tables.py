@@ -255,13 +255,13 @@ def cost_cells(row: SystemRow) -> list[str]:
     cpu = [cost.cpu_seconds / 60 for cost in row.costs if not cost.resumed]
     return [
         ", ".join(dict.fromkeys(cost.device for cost in row.costs)),
-        *(mean("parameters", 1e6, 1), mean("steps", 1, 0), mean("train_seconds", 60, 1)),
+        mean("parameters", 1e6, 1),
+        mean("steps", 1, 0),
+        mean("train_seconds", 60, 1),
         f"{statistics.mean(cpu):.1f}" if cpu else _DASH,
-        *(
-            mean("peak_memory_gb", 1, 2),
-            mean("pairs_per_second", 1, 0),
-            f"{row.evaluation_seconds / 60:.1f}",
-        ),
+        mean("peak_memory_gb", 1, 2),
+        mean("pairs_per_second", 1, 0),
+        f"{row.evaluation_seconds / 60:.1f}",
     ]
 
 

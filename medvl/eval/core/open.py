@@ -178,7 +178,10 @@ def refuse_training_patients(checkpoint: Path, source: ShardSource) -> None:
         _log.warning(
             "%s was trained on %s/%s, whose patients were hashed with another salt than those of "
             "%s: shared patients would not be noticed; convert both with one --salt-file",
-            *(checkpoint, training.corpus, training.split, source.folder),
+            checkpoint,
+            training.corpus,
+            training.split,
+            source.folder,
         )
 
 

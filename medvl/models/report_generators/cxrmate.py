@@ -102,7 +102,11 @@ class CXRMateConfig(ReportConfig):
         check_within(
             self,
             "(0, inf)",
-            *("layers", "intermediate", "image_lr_mult", "max_tokens", "prompt_tokens"),
+            "layers",
+            "intermediate",
+            "image_lr_mult",
+            "max_tokens",
+            "prompt_tokens",
         )
         for name in self.prompt:
             check_choice(name, PROMPT_SECTIONS, "prompt")

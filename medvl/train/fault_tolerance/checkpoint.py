@@ -204,7 +204,9 @@ class Checkpoints:
             _log.warning(
                 "the checkpoint of step %d could not be saved (%s: %s); training continues with "
                 "the previous one, and saving is retried",
-                *(step, type(error).__name__, error),
+                step,
+                type(error).__name__,
+                error,
             )
             return None
 

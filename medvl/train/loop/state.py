@@ -43,17 +43,15 @@ _IDENTITY_FIELDS = ("seed", "global_batch", "accumulate", "grad_cache", "precisi
 _RECIPE_FIELDS = ("pretrained", "text_pretrained", "random_unet", "uncertain", "missing")
 """Settings of recipes that determine the start weights or the labels."""
 _NOT_IDENTITY = (
-    *(
-        "train",
-        "valid",
-        "valid_split",
-        "extra_train",
-        "tokenizer",
-        "cache",
-        "workers",
-        "valid_batch",
-        "max_skipped",
-    ),
+    "train",
+    "valid",
+    "valid_split",
+    "extra_train",
+    "tokenizer",
+    "cache",
+    "workers",
+    "valid_batch",
+    "max_skipped",
     "text.file",
 )
 """Settings of the data that do not determine the batches, or that are compared by content: shards
@@ -197,7 +195,8 @@ class TrainState:
                 "the checkpoint was written on %d ranks, this run has %d: the batches are the "
                 "same, but sums are "
                 "rounded in another order, so the weights will not be equal bit for bit",
-                *(state["world_size"], self.ranks.size),
+                state["world_size"],
+                self.ranks.size,
             )
         try:
             self.stream.loader.load_state_dict(state["loader"])
@@ -320,7 +319,8 @@ def check_identity(
     if added:
         _log.info(
             "%s was written before the settings %s existed: their defaults apply",
-            *(saved.folder, ", ".join(added)),
+            saved.folder,
+            ", ".join(added),
         )
     rows = differences(stored, expected)
     if len(rows) > 1:  # the number of steps follows from the others
@@ -563,7 +563,10 @@ class RollbackPolicy:
         _log.warning(
             "%d updates skipped in a row: weights rolled back to %s, data continue (rollback %d "
             "of %d)",
-            *(STREAK, path, state.rollbacks, self._config.rollbacks),
+            STREAK,
+            path,
+            state.rollbacks,
+            self._config.rollbacks,
         )
         self._logger.record("rollback", state.step, {"checkpoint": Path(path).name})
         return True
