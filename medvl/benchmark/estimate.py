@@ -256,13 +256,15 @@ def estimate_run(
     if _alike(run) in known:
         return known[_alike(run)]
     path = store.out / _FILE
-    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if "hours" not in kept.get(run.key, {}) and seconds > 0:
+    estimates: dict[str, Any] = (
+        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    )
+    if "hours" not in estimates.get(run.key, {}) and seconds > 0:
         report(f"measuring {run.title}")
-        kept[run.key] = _examine_apart(run, store, seconds)
+        estimates[run.key] = _examine_apart(run, store, seconds)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(kept, indent=1) + "\n")
-    found: Estimate = kept.get(run.key, {})
+        write_atomic(path, json.dumps(estimates, indent=1) + "\n")
+    found: Estimate = estimates.get(run.key, {})
     return found
 
 

@@ -122,19 +122,21 @@ class Pairs:
             report._replace(query=_plain(report.query), text=_plain(report.text))
             for report in reports
         ]
-        kept = [report for report in plain if report.query and report.text]
-        place = {text: n for n, text in enumerate(dict.fromkeys(report.text for report in kept))}
+        complete = [report for report in plain if report.query and report.text]
+        place = {
+            text: n for n, text in enumerate(dict.fromkeys(report.text for report in complete))
+        }
         if len(place) < 2:
             message = (
                 f"expected reports with both sections and two distinct texts of the second, "
-                f"got {len(kept)} of {len(plain)} reports and {len(place)} distinct texts"
+                f"got {len(complete)} of {len(plain)} reports and {len(place)} distinct texts"
             )
             raise EvaluationError(message, "empty", field="data")
         return cls(
-            reports=tuple(kept),
+            reports=tuple(complete),
             texts=tuple(place),
-            text_of_N=np.array([place[report.text] for report in kept]),
-            incomplete=len(plain) - len(kept),
+            text_of_N=np.array([place[report.text] for report in complete]),
+            incomplete=len(plain) - len(complete),
         )
 
 

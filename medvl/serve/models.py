@@ -392,7 +392,7 @@ class Gallery:
             )
             raise ConfigError(message, "unsupported", field="gallery")
         chosen = np.linspace(0, len(source) - 1, min(limit, len(source))).round().astype(int)
-        kept: list[int] = []
+        positions: list[int] = []
         parts: list[list[torch.Tensor]] = [[] for _ in models]
         for start in tqdm(
             range(0, len(chosen), _BATCH), desc="gallery", unit="batch", disable=None
@@ -403,14 +403,14 @@ class Gallery:
                     images.append(source.pixels(position))
                 except (ImageError, ShardError):
                     continue
-                kept.append(position)
+                positions.append(position)
             for served, embeds, part in zip(models, able, parts, strict=True):
                 if embeds and images:
                     part.append(served.embed(images))
-        if not kept:
+        if not positions:
             raise ConfigError(f"{shards} has no image that can be read", "empty", field="gallery")
         embeddings = tuple(torch.cat(part) if part else None for part in parts)
-        return cls(source=source, positions=np.array(kept), embeddings=embeddings)
+        return cls(source=source, positions=np.array(positions), embeddings=embeddings)
 
     def __len__(self) -> int:
         return len(self.positions)

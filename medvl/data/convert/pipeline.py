@@ -301,10 +301,10 @@ def _write_claimed(
         return manifests
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            kept = f"{len(notes)} of {len(shards)} shards are finished and are kept"
+            state = f"{len(notes)} of {len(shards)} shards are finished and are kept"
             message = (
                 f"no space left on the disk of {run.out}; free some space and run the "
-                f"same command again ({kept})"
+                f"same command again ({state})"
             )
             raise ShardError(message, "unreadable") from error
         raise

@@ -143,11 +143,11 @@ class _Run:
 
     def manifest(self, shards: Sequence[RegionShard]) -> RegionManifest:
         """Return the manifest of the finished regions of all shards."""
-        kept = {"batch": self.options.batch, "full_precision": self.options.full_precision}
+        options = {"batch": self.options.batch, "full_precision": self.options.full_precision}
         return RegionManifest(
             detector=self.detector.name,
             detector_sha256=self.detector.sha256,
-            settings={**self.detector.settings, **kept},
+            settings={**self.detector.settings, **options},
             width=self.detector.width,
             class_names=self.detector.class_names,
             trained_on=self.detector.trained_on,

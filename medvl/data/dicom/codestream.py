@@ -153,12 +153,12 @@ def strip_metadata(frame: bytes) -> bytes:
     """Return the JPEG without application segments and comments; GDCM aborts the process on some
     malformed ones.
     """
-    kept = [b"\xff\xd8"]
+    segments = [b"\xff\xd8"]
     for marker, start, end in _segments(frame):
         if marker == _START_OF_SCAN:
-            return b"".join([*kept, frame[start:]])
+            return b"".join([*segments, frame[start:]])
         if marker != _COMMENT and marker not in _APPLICATION:
-            kept.append(frame[start:end])
+            segments.append(frame[start:end])
     raise DicomError("the JPEG in the pixel data has no scan", "malformed")
 
 

@@ -262,11 +262,11 @@ def read_umls(
     """
     options = options or UMLSOptions()
     release = _Release(_meta(Path(folder)), options)
-    kept = release.concepts() if texts is None else release.mentioned(texts)
-    if 1 not in kept:
+    concepts = release.concepts() if texts is None else release.mentioned(texts)
+    if 1 not in concepts:
         counted = "" if texts is None else f", mentioned more than {options.min_mentions} times,"
         raise CorpusError(f"no concept of {folder}{counted} has {release.selected}", "empty")
-    relations, triples_N3 = release.triples(kept)
+    relations, triples_N3 = release.triples(concepts)
     if not len(triples_N3):
         raise CorpusError(
             f"no two kept concepts of {folder} have a relation with {release.selected}", "empty"
@@ -275,8 +275,8 @@ def read_umls(
         related = bytearray(_CUIS)
         for cui in np.unique(triples_N3[:, [0, 2]]).tolist():
             related[cui] = 1
-        kept = related
-    names = release.names(kept)
+        concepts = related
+    names = release.names(concepts)
     cui_E = np.array(sorted(names), np.int64)
     numbered_N3 = np.stack(
         [
@@ -348,7 +348,7 @@ class _Release:
             flags[cui] = count > self.options.min_mentions
         return flags
 
-    def triples(self, kept: bytearray) -> tuple[list[str], np.ndarray]:
+    def triples(self, concepts: bytearray) -> tuple[list[str], np.ndarray]:
         """Return the names of relations and the distinct triples of CUIs (N, 3) among the kept
         concepts.
         """
@@ -365,7 +365,7 @@ class _Release:
                 continue
             tail = _number(row[0])
             head = _number(row[4])
-            if head != tail and kept[head] and kept[tail]:
+            if head != tail and concepts[head] and concepts[tail]:
                 values.extend((head, numbers.setdefault(relation, len(numbers)), tail))
         triples_N3 = np.unique(np.frombuffer(values, np.int64).reshape(-1, 3), axis=0)
         relations = sorted(numbers)
@@ -374,12 +374,12 @@ class _Release:
             triples_N3[:, 1] = order[triples_N3[:, 1]]
         return relations, triples_N3
 
-    def names(self, kept: bytearray) -> dict[int, list[str]]:
+    def names(self, concepts: bytearray) -> dict[int, list[str]]:
         """Return the distinct names of the kept concepts, each one's preferred name first."""
         names: dict[int, dict[str, str]] = {}
         preferred: dict[int, str] = {}
         for cui, name, first in self._names():
-            if kept[cui]:
+            if concepts[cui]:
                 names.setdefault(cui, {}).setdefault(name.lower(), name)
                 if first:
                     preferred.setdefault(cui, name)

@@ -209,8 +209,8 @@ class _Layer(nn.Module):
         tokens_MKD = tokens_MKD + self._convolve(tokens_MKD, shape)
         tokens_MKD = tokens_MKD + self._attend(tokens_MKD, bias_HKK)
         value, gate = self.mlp_in(self.mlp_norm(tokens_MKD)).chunk(2, dim=2)
-        fed: Tensor = self.mlp_out(F.gelu(gate) * value)
-        return tokens_MKD + fed
+        output: Tensor = self.mlp_out(F.gelu(gate) * value)
+        return tokens_MKD + output
 
     def _convolve(self, tokens_MKD: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
         """Convolve over (z, y, x), with zeros below the first slice.

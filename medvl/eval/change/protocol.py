@@ -408,10 +408,10 @@ def _encode(
             rows = [row for row, key in enumerate(batch.keys) if changes_of(by_key[key][1])]
             if not rows:
                 continue
-            kept = batch.rows(rows).to(device)
-            parts.append(score(kept).cpu())
-            keys += kept.keys
-            without_prior += 0 if kept.has_prior_B is None else int((~kept.has_prior_B).sum())
+            pairs = batch.rows(rows).to(device)
+            parts.append(score(pairs).cpu())
+            keys += pairs.keys
+            without_prior += 0 if pairs.has_prior_B is None else int((~pairs.has_prior_B).sum())
     encoded_NK = torch.cat(parts)
     if not encoded_NK.isfinite().all():
         raise EvaluationError("the model's scores are not finite: check its weights", "nonfinite")

@@ -176,7 +176,7 @@ def _within(group: MetricGroup, rows: Sequence[int], subgroup: str, smallest: in
     """Return a group over the items of a subgroup for all items, without the rows of too few of
     them.
     """
-    kept = [
+    columns = [
         number
         for number, row in enumerate(group.rows)
         if not row.subgroup
@@ -185,7 +185,7 @@ def _within(group: MetricGroup, rows: Sequence[int], subgroup: str, smallest: in
     ]
 
     named = [dataclasses.replace(row, subgroup=subgroup) for row in group.rows]
-    return _columns(MetricGroup(named, at_items(group, rows).statistic), kept)
+    return _columns(MetricGroup(named, at_items(group, rows).statistic), columns)
 
 
 def _columns(group: MetricGroup, chosen: Sequence[int]) -> MetricGroup:

@@ -348,18 +348,18 @@ def subgroup_metrics(
         reported_L = np.any(list(enough.values()), axis=0)
         everywhere_L = np.all(list(enough.values()), axis=0)
         labels_in_mean[attribute] = [
-            name for name, kept in zip(names, everywhere_L, strict=True) if kept
+            name for name, has_enough in zip(names, everywhere_L, strict=True) if has_enough
         ]
         means = {"macro": labels_in_mean[attribute]} if everywhere_L.any() else {}
         for group, group_labels_NL in labels_by_group.items():
             subgroup = f"{attribute}: {group}"
-            kept = np.flatnonzero(enough[group]).tolist()
+            large = np.flatnonzero(enough[group]).tolist()
             small = np.flatnonzero(reported_L & ~enough[group]).tolist()
-            if kept:
+            if large:
                 columns = (
-                    scores_NL[:, kept],
-                    group_labels_NL[:, kept],
-                    [names[index] for index in kept],
+                    scores_NL[:, large],
+                    group_labels_NL[:, large],
+                    [names[index] for index in large],
                 )
                 metric_groups.append(
                     ranking_metrics("auroc", *columns, means=means, subgroup=subgroup)
@@ -373,7 +373,7 @@ def subgroup_metrics(
         targets = {
             name: [index]
             for index, name in enumerate(names)
-            if sum(kept[index] for kept in enough.values()) > 1
+            if sum(enough_L[index] for enough_L in enough.values()) > 1
         }
         if means:
             targets["macro"] = np.flatnonzero(everywhere_L).tolist()

@@ -585,11 +585,11 @@ def calibration_bins(probability_N: Array, labels_N: Array, bins: int = 10) -> C
     inner_edges = np.unique(np.quantile(probability, np.linspace(0, 1, bins + 1)[1:-1]))
     bin_of_N = np.searchsorted(inner_edges, probability, side="right")
     count = np.bincount(bin_of_N).astype(np.float64)
-    kept = count > 0
-    mean = np.bincount(bin_of_N, probability)[kept] / count[kept]
-    share = np.bincount(bin_of_N, positive)[kept] / count[kept]
-    low, high = wilson_interval(share, count[kept])
-    return CalibrationBins(mean, share, count[kept], low, high)
+    filled = count > 0
+    mean = np.bincount(bin_of_N, probability)[filled] / count[filled]
+    share = np.bincount(bin_of_N, positive)[filled] / count[filled]
+    low, high = wilson_interval(share, count[filled])
+    return CalibrationBins(mean, share, count[filled], low, high)
 
 
 def wilson_interval(share: Array, count: Array, z: float = 1.959964) -> tuple[Array, Array]:

@@ -462,12 +462,12 @@ class OutputFolder:
         if folder != self.path:
             self._check(folder)
         if rank_and_world()[0] == 0:
-            kept = (
+            note = (
                 ""
                 if folder == self.path
                 else f": {self.path} holds results on other data (--replace replaces them)"
             )
-            _log.info("results go to %s%s", folder, kept)
+            _log.info("results go to %s%s", folder, note)
         return folder
 
     def _check(self, folder: Path) -> None:

@@ -228,7 +228,7 @@ def _detections(result: DetectionResult, pixels: Pixels, examples: int) -> Pictu
 
 
 def _detection(result: DetectionResult, image: DetectedImage, pixels: NDArray[np.uint8]) -> Picture:
-    kept = []
+    detections = []
     for label, one in zip(result.labels, image.detections, strict=True):
         threshold = (result.thresholds or {}).get(label, np.nan)
         scores_D = one.scores_D
@@ -237,16 +237,18 @@ def _detection(result: DetectionResult, image: DetectedImage, pixels: NDArray[np
             if np.isnan(threshold)
             else threshold
         )
-        kept += [
+        detections += [
             (box, score)
             for box, score in zip(one.boxes_D4, scores_D, strict=True)
             if score >= lowest
         ]
     truth = [box for one in image.detections for box in one.truth_G4]
-    lines = [f"{len(truth)} in the data set, {len(kept)} detected"]
-    if kept:
-        lines.append("scores " + ", ".join(f"{score:.2f}" for _, score in kept))
-    drawn_HWC = draw_boxes(pixels, published_size(image.sample), truth, [box for box, _ in kept])
+    lines = [f"{len(truth)} in the data set, {len(detections)} detected"]
+    if detections:
+        lines.append("scores " + ", ".join(f"{score:.2f}" for _, score in detections))
+    drawn_HWC = draw_boxes(
+        pixels, published_size(image.sample), truth, [box for box, _ in detections]
+    )
     return Picture(
         source=thumbnail_uri(drawn_HWC, SIDE),
         alternative=f"radiograph with boxes: {'; '.join(lines)}",

@@ -296,11 +296,11 @@ def challenge_scores(matched: MatchedDetections, threshold: float) -> Array:
 
     NaN for an image with neither boxes nor detections.
     """
-    kept_ND = matched.scores_ND >= threshold
-    hits_NT = (matched.hits_NDT[:, :, matched.overlap_indices("rsna")] & kept_ND[:, :, None]).sum(
-        axis=1
-    )
-    either_NT = kept_ND.sum(axis=1)[:, None] + matched.boxes_N[:, None] - hits_NT
+    counted_ND = matched.scores_ND >= threshold
+    hits_NT = (
+        matched.hits_NDT[:, :, matched.overlap_indices("rsna")] & counted_ND[:, :, None]
+    ).sum(axis=1)
+    either_NT = counted_ND.sum(axis=1)[:, None] + matched.boxes_N[:, None] - hits_NT
     scores_NT = np.where(either_NT > 0, hits_NT / np.maximum(either_NT, 1), np.nan)
     return np.asarray(scores_NT.mean(axis=1))
 
@@ -374,9 +374,12 @@ class MaskAreas:
 
     def drop_small(self, min_share: float) -> "MaskAreas":
         """Return the areas with predicted masks below that share of the image set to empty."""
-        kept_NT = self.predicted_NT >= min_share * self.pixels_N[:, None]
+        large_NT = self.predicted_NT >= min_share * self.pixels_N[:, None]
         return MaskAreas(
-            self.intersection_NT * kept_NT, self.predicted_NT * kept_NT, self.truth_N, self.pixels_N
+            self.intersection_NT * large_NT,
+            self.predicted_NT * large_NT,
+            self.truth_N,
+            self.pixels_N,
         )
 
     def at(self, index: int) -> "MaskAreas":

@@ -384,10 +384,10 @@ def double(image_HWC: NDArray[np.uint8], side: str) -> NDArray[np.uint8]:
     image.
     """
     half = image_HWC.shape[1] // 2
-    kept = image_HWC[:, -half:] if side == "left" else image_HWC[:, :half]
-    mirrored = kept[:, ::-1]
+    original = image_HWC[:, -half:] if side == "left" else image_HWC[:, :half]
+    mirrored = original[:, ::-1]
     middle = image_HWC[:, half : image_HWC.shape[1] - half]
-    parts = (mirrored, middle, kept) if side == "left" else (kept, middle, mirrored)
+    parts = (mirrored, middle, original) if side == "left" else (original, middle, mirrored)
     return np.concatenate(parts, axis=1)
 
 

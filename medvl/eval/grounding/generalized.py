@@ -338,8 +338,8 @@ def _choose_score(detections: Sequence[ImageDetections]) -> float:
 
 def phrase_metrics(detections: Sequence[ImageDetections], least_score: float) -> dict[str, Array]:
     """Return the metrics that are means over phrases, (N,) each, NaN where one is not defined."""
-    kept = [_with_score(each, least_score) for each in detections]
-    matched = match_boxes(kept, (_OVERLAP,))
+    confident = [_with_score(each, least_score) for each in detections]
+    matched = match_boxes(confident, (_OVERLAP,))
     hits_N = matched.hits_NDT[:, :, 0].sum(axis=1)
     found_N = np.isfinite(matched.scores_ND).sum(axis=1)
     true_N = matched.boxes_N
@@ -354,16 +354,16 @@ def phrase_metrics(detections: Sequence[ImageDetections], least_score: float) ->
         "recall": share(hits_N, true_N, boxed_N),
         "precision": share(hits_N, found_N, boxed_N & (found_N > 0)),
         "f1": share(2 * hits_N, found_N + true_N, boxed_N),
-        "union_iou": np.array([union_iou(each.boxes_D4, each.truth_G4) for each in kept]),
+        "union_iou": np.array([union_iou(each.boxes_D4, each.truth_G4) for each in confident]),
         "with_box": np.where(boxed_N, found_N > 0, np.nan),
         "without_box": np.where(boxed_N, np.nan, found_N == 0),
     }
 
 
 def _with_score(detections: ImageDetections, least_score: float) -> ImageDetections:
-    kept_D = detections.scores_D >= least_score
+    confident_D = detections.scores_D >= least_score
     return ImageDetections(
-        detections.boxes_D4[kept_D], detections.scores_D[kept_D], detections.truth_G4
+        detections.boxes_D4[confident_D], detections.scores_D[confident_D], detections.truth_G4
     )
 
 

@@ -372,12 +372,12 @@ def _likelihoods(
     row_K = model.trained_rows(batch)
     if not len(row_K):
         return {}
-    kept = batch.rows(row_K.tolist())
-    ids_BT, target_BT = model.words_and_targets(kept)
+    samples = batch.rows(row_K.tolist())
+    ids_BT, target_BT = model.words_and_targets(samples)
     known_BT = target_BT != IGNORED
-    prefix = model.read(kept)
+    prefix = model.read(samples)
     losses = {"loss": _losses(model, ids_BT, target_BT, prefix)}
-    other = other_patients([patients[key] for key in kept.keys])
+    other = other_patients([patients[key] for key in samples.keys])
     if other is not None:
         other_B = torch.tensor(other, device=model.device)
         losses["loss_of_other_image"] = _losses(model, ids_BT, target_BT, prefix.rows(other_B))
@@ -390,7 +390,7 @@ def _likelihoods(
             "bytes": float(len(text.encode())),
             **{name: float(loss_B[row]) for name, loss_B in losses.items()},
         }
-        for row, (key, text) in enumerate(zip(kept.keys, texts, strict=True))
+        for row, (key, text) in enumerate(zip(samples.keys, texts, strict=True))
     }
 
 

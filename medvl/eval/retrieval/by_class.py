@@ -204,12 +204,12 @@ def image_retrieval(
         ks,
         excluded=lambda rows: patient_N[rows, None] == patient_N,
     )
-    kept = [names[index] for index in used]
+    labels = [names[index] for index in used]
     queries = Queries("", precision, relevant_NL, [_query(sample) for sample in samples])
     results = Results(
         protocol=FOLDER_PROTOCOL,
         protocol_version=FOLDER_VERSION,
-        rows=queries.measure(kept, resamples=resamples, seed=seed),
+        rows=queries.measure(labels, resamples=resamples, seed=seed),
         config={
             "ks": list(ks),
             "policy": dataclasses.asdict(policy),
@@ -218,13 +218,13 @@ def image_retrieval(
         },
         inputs=inputs,
         details={
-            **image_counts(samples, counts, resolved, kept),
+            **image_counts(samples, counts, resolved, labels),
             "chance": dict(
-                zip(kept, _chance(relevant_NL, patient_N.numpy()).tolist(), strict=True)
+                zip(labels, _chance(relevant_NL, patient_N.numpy()).tolist(), strict=True)
             ),
         },
     )
-    return ClassRetrievalResult(results, tuple(kept), (queries,))
+    return ClassRetrievalResult(results, tuple(labels), (queries,))
 
 
 def _chance(relevant_NL: Array, patient_N: np.ndarray) -> Array:

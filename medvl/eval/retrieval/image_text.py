@@ -352,27 +352,27 @@ class Gallery:
 
         Raises `EvaluationError` if there are fewer than two distinct texts.
         """
-        kept = [index for index, text in enumerate(texts) if text]
-        distinct = list(dict.fromkeys(texts[index] for index in kept))
+        indices = [index for index, text in enumerate(texts) if text]
+        distinct = list(dict.fromkeys(texts[index] for index in indices))
         if len(distinct) < 2:
             raise EvaluationError(
                 f"expected two or more distinct texts, got {len(distinct)}", "empty"
             )
         number = {text: index for index, text in enumerate(distinct)}
         samples = samples_by_key(source)
-        patients = tuple(samples[keys[index]][1].patient for index in kept)
+        patients = tuple(samples[keys[index]][1].patient for index in indices)
         counts = {
-            "images": len(kept),
+            "images": len(indices),
             "patients": len(set(patients)),
             "texts": len(distinct),
-            "images_without_text": len(keys) - len(kept),
+            "images_without_text": len(keys) - len(indices),
             "unreadable": dict(unreadable),
         }
         return cls(
-            keys=tuple(keys[index] for index in kept),
+            keys=tuple(keys[index] for index in indices),
             texts=tuple(distinct),
-            text_of_N=torch.tensor([number[texts[index]] for index in kept]),
-            index_N=torch.tensor(kept),
+            text_of_N=torch.tensor([number[texts[index]] for index in indices]),
+            index_N=torch.tensor(indices),
             counts=counts,
             patients=patients,
         )

@@ -287,12 +287,12 @@ def encode_images_with_text(
     for batch in batches:
         batch_texts = normalized_texts(batch)
         texts += batch_texts
-        kept_B = torch.tensor([bool(text) for text in batch_texts])
-        if kept_B.any():
+        has_text_B = torch.tensor([bool(text) for text in batch_texts])
+        if has_text_B.any():
             on_device = batch.to(model.device, non_blocking=True)
             image = model.image_tokens(model.image_input_of(on_device), on_device.has_image_B)
             parts.append(
-                image.rows(kept_B.nonzero().squeeze(1).to(model.device)).to(torch.device("cpu"))
+                image.rows(has_text_B.nonzero().squeeze(1).to(model.device)).to(torch.device("cpu"))
             )
     if not parts:
         raise EvaluationError("no image has a text; choose other sections", "empty", field="data")

@@ -133,16 +133,16 @@ def _medclip(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     is_swin = any(key.startswith(_SWIN) for key in tensors)
     other_head = MEDCLIP_RESNET_HEAD if is_swin else "vision_model.projection_head"
-    kept = {key: tensor for key, tensor in tensors.items() if key != f"{other_head}.weight"}
-    positions, width = kept[f"{_BERT}embeddings.position_embeddings.weight"].shape
-    kept[f"{_BERT}embeddings.position_ids"] = torch.arange(positions)[None]
-    kept[f"{_BERT}pooler.dense.weight"] = torch.zeros(width, width)
-    kept[f"{_BERT}pooler.dense.bias"] = torch.zeros(width)
+    complete = {key: tensor for key, tensor in tensors.items() if key != f"{other_head}.weight"}
+    positions, width = complete[f"{_BERT}embeddings.position_embeddings.weight"].shape
+    complete[f"{_BERT}embeddings.position_ids"] = torch.arange(positions)[None]
+    complete[f"{_BERT}pooler.dense.weight"] = torch.zeros(width, width)
+    complete[f"{_BERT}pooler.dense.bias"] = torch.zeros(width)
     for name, buffer in model.image_encoder.backbone.named_buffers() if is_swin else ():
         _, stage, _, block, *_, leaf = name.split(".")
         if leaf == "relative_position_index":
-            kept[f"{_SWIN}.{stage}.blocks.{block}.attention.self.{leaf}"] = buffer
-    return kept
+            complete[f"{_SWIN}.{stage}.blocks.{block}.attention.self.{leaf}"] = buffer
+    return complete
 
 
 def _unused_classifier(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

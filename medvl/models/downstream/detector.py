@@ -305,11 +305,11 @@ class Detector(DenseModel):
             )
             for score_BP in score_BPL.unbind(dim=2)
         ]
-        kept_BLK5 = torch.stack(boxes, dim=1)
-        places = kept_BLK5.new_tensor([_scale_and_shift(self.transform, size) for size in sizes])
+        box_BLK5 = torch.stack(boxes, dim=1)
+        places = box_BLK5.new_tensor([_scale_and_shift(self.transform, size) for size in sizes])
         scale_B = places[:, None, None, :4]
         shift_B = places[:, None, None, 4:]
-        return list(torch.cat([kept_BLK5[..., :4] * scale_B + shift_B, kept_BLK5[..., 4:]], dim=3))
+        return list(torch.cat([box_BLK5[..., :4] * scale_B + shift_B, box_BLK5[..., 4:]], dim=3))
 
     def _centers(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return centers (P, 2) of the cells, x before y, and the sides (2,) of a cell; in pixels

@@ -122,8 +122,8 @@ class ConVIRT(DualEncoder):
 
     def _project(self, features: Tensor) -> Tensor:
         """Return the unit vectors of features (..., D) of a training batch, with dropout."""
-        kept = F.dropout(features, self.config.feature_dropout, self.training)
-        return F.normalize(self.image_head(kept).float(), dim=-1)
+        dropped_out = F.dropout(features, self.config.feature_dropout, self.training)
+        return F.normalize(self.image_head(dropped_out).float(), dim=-1)
 
     def text_scores(self, images: Embeddings, texts: Embeddings) -> Tensor:
         """Return (B, M, P): the log-odds of every text in the cells of every image."""

@@ -158,7 +158,7 @@ def _with_negatives(logits_NP: Tensor, target_N: Tensor, count: int | None) -> T
     if count is None:
         return logits_NP
     draw_NP = torch.rand_like(logits_NP).scatter(1, target_N[:, None], 2.0)
-    kept_NP = torch.zeros_like(logits_NP, dtype=torch.bool).scatter(
+    candidate_NP = torch.zeros_like(logits_NP, dtype=torch.bool).scatter(
         1, draw_NP.topk(count + 1).indices, value=True
     )
-    return logits_NP.masked_fill(~kept_NP, torch.finfo(torch.float32).min)
+    return logits_NP.masked_fill(~candidate_NP, torch.finfo(torch.float32).min)

@@ -252,14 +252,14 @@ class Attention(nn.Module):
         )
 
     def attend(
-        self, states_BQD: Tensor, kept: KeysValues, mask_BQK: Tensor | None = None
+        self, states_BQD: Tensor, keys_values: KeysValues, mask_BQK: Tensor | None = None
     ) -> Tensor:
         """(B, Q, D): attend to keys and values where the mask is True; a query with an empty
         mask to all.
         """
         attended_BHQd = F.scaled_dot_product_attention(
             split_heads(self.query(states_BQD), self.heads),
-            *kept,
+            *keys_values,
             attn_mask=None if mask_BQK is None else open_empty_rows(mask_BQK)[:, None],
             dropout_p=self.dropout if self.training else 0.0,
         )
@@ -293,8 +293,8 @@ class EncoderLayer(nn.Module):
         states_BND = states_BND + self.dropout(
             self.attention.attend(normed_BND, keys_values, mask_B1N)
         )
-        fed_BND: Tensor = states_BND + self.dropout(self.feed_forward(self.norms[1](states_BND)))
-        return fed_BND
+        output_BND: Tensor = states_BND + self.dropout(self.feed_forward(self.norms[1](states_BND)))
+        return output_BND
 
 
 class ImageLayers(nn.Module):
@@ -358,20 +358,25 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, KeysValues]:
         """Return the states (R, T, D), and the keys and values of all tokens written so far."""
         normed_RTD = self.norms[0](states_RTD, memory_RTMD)
-        kept = self.attention.keys_values(normed_RTD)
+        keys_values = self.attention.keys_values(normed_RTD)
         if written is not None:
-            kept = torch.cat([written[0], kept[0]], dim=2), torch.cat([written[1], kept[1]], dim=2)
-        states_RTD = states_RTD + self.dropout(self.attention.attend(normed_RTD, kept, mask_RTK))
+            keys_values = (
+                torch.cat([written[0], keys_values[0]], dim=2),
+                torch.cat([written[1], keys_values[1]], dim=2),
+            )
+        states_RTD = states_RTD + self.dropout(
+            self.attention.attend(normed_RTD, keys_values, mask_RTK)
+        )
         normed_RTD = self.norms[1](states_RTD, memory_RTMD)
         # Queries do not attend to each other here, so all rows of a sample share its keys and
         # values.
-        together_BQD = normed_RTD.reshape(len(read[0]), -1, normed_RTD.shape[2])
-        crossed_BQD = self.cross_attention.attend(together_BQD, read, read_mask_B1P)
+        query_BQD = normed_RTD.reshape(len(read[0]), -1, normed_RTD.shape[2])
+        crossed_BQD = self.cross_attention.attend(query_BQD, read, read_mask_B1P)
         states_RTD = states_RTD + self.dropout(crossed_BQD.view_as(states_RTD))
         states_RTD = states_RTD + self.dropout(
             self.feed_forward(self.norms[2](states_RTD, memory_RTMD))
         )
-        return states_RTD, kept
+        return states_RTD, keys_values
 
 
 def sines(place_T: Tensor, width: int) -> Tensor:

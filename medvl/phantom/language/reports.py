@@ -353,14 +353,14 @@ def _preamble(rng: np.random.Generator, study: Study) -> list[str]:
         "TECHNIQUE:  " + report_sections.TECHNIQUES[kind],
         "COMPARISON:  " + ("None." if study.prior is None else report_sections.COMPARISONS),
     ]
-    kept = [
+    headers = [
         part
         for part, chance in zip(parts, (0.7, 0.9, 0.55, 0.75), strict=True)
         if rng.random() < chance
     ]
-    if len(kept) > 2 and rng.random() < 0.2:
-        kept[-2:] = kept[:-3:-1]
-    return [_wrapped(expand(rng, part)) for part in kept]
+    if len(headers) > 2 and rng.random() < 0.2:
+        headers[-2:] = headers[:-3:-1]
+    return [_wrapped(expand(rng, part)) for part in headers]
 
 
 def _body(

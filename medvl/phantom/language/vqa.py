@@ -101,12 +101,12 @@ def balanced_rows(rows: Sequence[tuple[str, str, str]]) -> list[bool]:
         for group, answers in counts.items()
     }
     used: Counter[tuple[str, str]] = Counter()
-    kept = [False] * len(rows)
+    keep = [False] * len(rows)
     for position in sorted(range(len(rows)), key=lambda position: _hash(rows[position][2])):
         group, answer, _ = rows[position]
         used[group, answer] += 1
-        kept[position] = used[group, answer] <= limits[group]
-    return kept
+        keep[position] = used[group, answer] <= limits[group]
+    return keep
 
 
 def _hash(name: str) -> bytes:

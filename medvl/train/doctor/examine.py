@@ -259,8 +259,8 @@ def _measure(training: Training, run: Run, workers: int, seconds: float) -> Exam
     started = time.perf_counter()
     updates = [list(stream.take(next(numbers)))]
     first_batch = (time.perf_counter() - started) / len(updates[0])
-    kept = min(_KEPT_UPDATES, stream.steps_per_epoch)
-    updates += [list(stream.take(next(numbers))) for _ in range(1, kept)]
+    count = min(_KEPT_UPDATES, stream.steps_per_epoch)
+    updates += [list(stream.take(next(numbers))) for _ in range(1, count)]
     step = _measure_step(training, updates, seconds)
     prefetched = -(-_PREFETCHED * workers // config.accumulate)
     loader_rate = measure_loader(training, numbers, prefetched, seconds)

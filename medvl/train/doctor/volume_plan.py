@@ -82,11 +82,11 @@ def _kept_bytes(encoder: VolumeEncoder, volume_BCDHW: Tensor) -> int:
     """
     shapes = {tuple(parameter.shape) for parameter in encoder.parameters()}
     shapes |= {shape[::-1] for shape in shapes}
-    kept: dict[Any, int] = {}
+    counts: dict[Any, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if tuple(tensor.shape) not in shapes:
-            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            counts[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
             alive.append(tensor)
         return tensor
 
@@ -96,7 +96,7 @@ def _kept_bytes(encoder: VolumeEncoder, volume_BCDHW: Tensor) -> int:
         torch.autocast("cpu", torch.bfloat16),
     ):
         encoder(volume_BCDHW)
-    return sum(kept.values())
+    return sum(counts.values())
 
 
 def describe_cost(cost: VolumeCost) -> str:
@@ -316,7 +316,7 @@ def describe_plan(options: PlanOptions, measured: Measured, cost: VolumeCost, se
     cores = options.cores or os.cpu_count() or 1
     stored_tb = options.volumes * measured.stored_mb / 1e6
     passes = 4 if recomputes else 3
-    fed = cores / measured.decode_s
+    loader_rate = cores / measured.decode_s
     rate = (
         options.devices * options.tflops * 1e3 * options.utilisation / (passes * cost.forward_gflop)
     )
@@ -328,7 +328,7 @@ def describe_plan(options: PlanOptions, measured: Measured, cost: VolumeCost, se
         ("conversion", f"{measured.convert_s:.3g} s a volume and core: read {measured.read_s:.3g}, "
                        f"resample {measured.resample_s:.3g}, encode {measured.encode_s:.3g} "
                        "(measured likewise)"),
-        ("loader", f"{fed:.3g} volumes/s of {cores} cores, {measured.decode_s:.3g} s each "
+        ("loader", f"{loader_rate:.3g} volumes/s of {cores} cores, {measured.decode_s:.3g} s each "
                    f"(measured likewise); devices take {rate:.3g}"),
         ("samples", how),
         ("step", f"{passes} x {cost.forward_gflop:.4g} GFLOP a volume "

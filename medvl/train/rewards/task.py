@@ -108,12 +108,12 @@ class RewardTask:
             ids_NT = batch.ids_BT.new_zeros(0, 1)
             none = torch.zeros(4, device=device)
             return _with_texts(batch, ids_NT, ids_NT.bool(), none[:0], none), none
-        kept = batch.rows(row_K.tolist())
+        samples = batch.rows(row_K.tolist())
         numbers_NT = uniform_numbers(
-            config.seed, step, kept.keys, config.samples, model.longest_text
+            config.seed, step, samples.keys, config.samples, model.longest_text
         )
         with evaluating(model), torch.no_grad():
-            prefix = model.read(kept)
+            prefix = model.read(samples)
             sampled = sample_texts(
                 model.writer(prefix, tokenizer.cls_id),
                 numbers_NT.to(device),
@@ -131,7 +131,7 @@ class RewardTask:
                     pad_id=tokenizer.pad_id,
                     never=model.never_written(),
                 )
-        reward_RN, baseline_RB = self._rewards(model, kept, sampled, greedy)
+        reward_RN, baseline_RB = self._rewards(model, samples, sampled, greedy)
         weight_R = torch.tensor([*config.used.values()], device=device)
         tokens = sampled.mask_NT.sum().float()
         no_baseline = torch.zeros((), device=device)
@@ -148,7 +148,7 @@ class RewardTask:
         texts = torch.tensor(float(len(sampled.ids_NT)), device=device)
         seconds = torch.tensor(time.perf_counter() - started, device=device)
         count = tokens if config.method == "group" else texts
-        return batch, torch.stack([count, model.loss_counts(kept)[0], tokens, seconds])
+        return batch, torch.stack([count, model.loss_counts(samples)[0], tokens, seconds])
 
     def spend(self, tokens: float, seconds: float) -> None:
         """Count the tokens and seconds of an update, over all ranks."""
@@ -181,16 +181,18 @@ class RewardTask:
             return Losses(zero, {"policy": zero, **log})
         # Sampled texts are not rows of the batch.
         images = _with_texts(batch, None, None, None, None)
-        kept = images.rows(model.trained_rows(batch).tolist())
+        samples = images.rows(model.trained_rows(batch).tolist())
         with evaluating(model, gradients=True):
-            prefix = model.read(kept)
+            prefix = model.read(samples)
             log_NTV = self._log_probabilities(model, prefix, ids_NT)
         if config.method == "group":
             logp_NT = token_log_probabilities(log_NTV, ids_NT, mask_NT)
             reference_NT = None
             if self._start is not None:
                 with torch.no_grad():
-                    start_NTV = self._log_probabilities(self._start, self._start.read(kept), ids_NT)
+                    start_NTV = self._log_probabilities(
+                        self._start, self._start.read(samples), ids_NT
+                    )
                     reference_NT = token_log_probabilities(start_NTV, ids_NT, mask_NT)
                     log["distance"] = (logp_NT - reference_NT).sum() / mask_NT.sum()
             # One update of each text: the policy that sampled is the one that is trained.
@@ -214,7 +216,7 @@ class RewardTask:
         if not config.word_weight:
             return Losses(mean, {"policy": mean, **log})
         with evaluating(model, gradients=True):
-            words = _word_loss(model, kept, prefix)
+            words = _word_loss(model, samples, prefix)
         return Losses(mean + config.word_weight * words, {"policy": mean, "words": words, **log})
 
     def _log_probabilities(self, model: ReportGenerator, prefix: Tokens, ids_NT: Tensor) -> Tensor:

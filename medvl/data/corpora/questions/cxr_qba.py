@@ -124,8 +124,8 @@ def _frontal_images(
     for image, place in places.items():
         if place.view in _FRONTAL:
             frontal.setdefault(place.study, image)
-    kept = set(frontal.values())
-    splits = read_splits(root, kept, allowed)
+    images = set(frontal.values())
+    splits = read_splits(root, images, allowed)
     return {study: image for study, image in frontal.items() if image in splits}, places, splits
 
 

@@ -51,8 +51,8 @@ class VQAMed(QuestionCorpus):
         """
         root = self.root
         allowed = access.folders(root)
-        for kept in self.categories:
-            check_choice(kept, CATEGORIES, "categories")
+        for name in self.categories:
+            check_choice(name, CATEGORIES, "categories")
         counts = RowCounts("questions")
         warnings = Counter[str]()
         questions: list[tuple[str, Question]] = []

@@ -273,8 +273,8 @@ class OpenI(Corpus):
         images = self.images if self.images is not None else root / _IMAGES
         allowed = access.folders(root, images)
         fractions = parse_fractions(self.splits)
-        for kept in self.views:
-            check_choice(kept, tuple(_VIEWS.values()), "views")
+        for name in self.views:
+            check_choice(name, tuple(_VIEWS.values()), "views")
         projections = _read_projections(root / _PROJECTIONS, allowed)
         if self.views and not projections:
             raise CorpusError(

@@ -186,8 +186,8 @@ class DecoderLayer(nn.Module):
         # values.
         together_BQD = attended_RTD.reshape(questions, rows // max(questions, 1) * tokens, width)
         crossed_BQD = self.cross_attention.attend(together_BQD, read, read_mask_B1C)
-        fed_RTD: Tensor = self.feed_forward(crossed_BQD.view(rows, tokens, width))
-        return fed_RTD, new
+        output_RTD: Tensor = self.feed_forward(crossed_BQD.view(rows, tokens, width))
+        return output_RTD, new
 
 
 class AnswerDecoder(nn.Module):

@@ -64,8 +64,8 @@ class Pairs:
             if side.pair_N is None:
                 return take(side, row_K)
             place_N = place_B[side.pair_N]
-            kept_K = (place_N >= 0).nonzero().squeeze(1)
-            return dataclasses.replace(take(side, kept_K), pair_N=place_N[kept_K])
+            side_K = (place_N >= 0).nonzero().squeeze(1)
+            return dataclasses.replace(take(side, side_K), pair_N=place_N[side_K])
 
         return self._with_sides(
             {name: of_side(side) for name, side in self.sides.items()},

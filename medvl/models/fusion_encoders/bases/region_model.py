@@ -62,9 +62,9 @@ def sample_region_mask(
     other = torch.randint(
         max(real_BP.numel(), 1), tuple(real_BP.shape), generator=torch.default_generator
     )
-    kept_BP = torch.where(kind_BP < zeros + replaced, other.to(real_BP.device), own_BP)
+    source_BP = torch.where(kind_BP < zeros + replaced, other.to(real_BP.device), own_BP)
     return RegionMask(
-        masked_BP, torch.where(masked_BP, kept_BP.masked_fill(kind_BP < zeros, -1), own_BP)
+        masked_BP, torch.where(masked_BP, source_BP.masked_fill(kind_BP < zeros, -1), own_BP)
     )
 
 

@@ -48,8 +48,8 @@ def encode_visible(encoder: ImageEncoder, image_BCHW: Tensor, keep_BK: Tensor) -
     )
     features = encoder(blanked)
     patches_BPD = features.patches_BPD
-    kept_BKD = patches_BPD.gather(1, keep_BK[:, :, None].expand(-1, -1, patches_BPD.shape[2]))
-    return ImageFeatures(features.pooled_BD, kept_BKD, None)
+    visible_BKD = patches_BPD.gather(1, keep_BK[:, :, None].expand(-1, -1, patches_BPD.shape[2]))
+    return ImageFeatures(features.pooled_BD, visible_BKD, None)
 
 
 class ImageInput(nn.Module):

@@ -187,14 +187,14 @@ class Attention(nn.Module):
     def attend(
         self,
         states_BQD: Tensor,
-        kept: KeysValues,
+        keys_values: KeysValues,
         mask_BQK: Tensor | None,
         packing: "Packing | None" = None,
     ) -> Tensor:
         """Attend to cached keys and values; the rest of `forward`."""
         attended_BHQd = F.scaled_dot_product_attention(
             self._split(self.query(states_BQD), packing),
-            *kept,
+            *keys_values,
             attn_mask=None if mask_BQK is None else open_empty_rows(mask_BQK)[:, None],
             dropout_p=self.dropout if self.training else 0.0,
         )
@@ -246,8 +246,8 @@ class SelfAttentionLayer(nn.Module):
 
     def forward(self, states_BND: Tensor, mask_BNN: Tensor | None) -> Tensor:
         """(B, N, D) to the same shape; the mask as in `Attention`."""
-        fed_BND: Tensor = self.feed_forward(self.attention(states_BND, states_BND, mask_BNN))
-        return fed_BND
+        output_BND: Tensor = self.feed_forward(self.attention(states_BND, states_BND, mask_BNN))
+        return output_BND
 
 
 class CoAttentionLayer(nn.Module):
@@ -280,8 +280,8 @@ class CoAttentionLayer(nn.Module):
         crossed_BND = self.cross_attention(
             attended_BND, other_BKD, padding_mask(other_mask_BK), packing, other_packing
         )
-        fed_BND: Tensor = self.feed_forward(crossed_BND)
-        return fed_BND
+        output_BND: Tensor = self.feed_forward(crossed_BND)
+        return output_BND
 
     def cross_weights(
         self,

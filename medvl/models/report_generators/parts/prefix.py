@@ -115,8 +115,8 @@ class _Layer(nn.Module):
             self.input_layernorm(states_BND), place_BN, mask_BNK, before
         )
         states_BND = states_BND + self.dropout(attended_BND)
-        fed_BND = self.mlp(self.post_attention_layernorm(states_BND))
-        return states_BND + self.dropout(fed_BND), after
+        output_BND = self.mlp(self.post_attention_layernorm(states_BND))
+        return states_BND + self.dropout(output_BND), after
 
 
 class PrefixDecoder(nn.Module):
@@ -143,17 +143,17 @@ class PrefixDecoder(nn.Module):
         """Return the keys and values of the prefix, before the first token of a report."""
         real_BP = prefix.real_BN()
         mask_BPP = real_BP[:, None].expand(-1, real_BP.shape[1], -1)
-        _, kept = self._run(prefix.states_BND, places(real_BP), mask_BPP, None)
-        return PrefixState(tuple(kept), real_BP, real_BP.sum(dim=1))
+        _, keys_values = self._run(prefix.states_BND, places(real_BP), mask_BPP, None)
+        return PrefixState(tuple(keys_values), real_BP, real_BP.sum(dim=1))
 
     def write(self, text_RD: Tensor, state: "PrefixState") -> tuple[Tensor, "PrefixState"]:
         """Append a token to each report; return its states (R, D) and the state after it."""
         written_R1 = torch.ones_like(state.mask_RN[:, :1])
         mask_RN = torch.cat([state.mask_RN, written_R1], dim=1)
-        states_R1D, kept = self._run(
+        states_R1D, keys_values = self._run(
             text_RD[:, None], state.place_R[:, None], mask_RN[:, None], state.keys_values
         )
-        return states_R1D[:, 0], PrefixState(tuple(kept), mask_RN, state.place_R + 1)
+        return states_R1D[:, 0], PrefixState(tuple(keys_values), mask_RN, state.place_R + 1)
 
     def _run(
         self,
@@ -162,13 +162,13 @@ class PrefixDecoder(nn.Module):
         mask_BNK: Tensor,
         before: tuple[KeysValues, ...] | None,
     ) -> tuple[Tensor, list[KeysValues]]:
-        kept = []
+        cache = []
         for number, layer in enumerate(self.layers):
             states_BND, keys_values = layer(
                 states_BND, place_BN, mask_BNK, None if before is None else before[number]
             )
-            kept.append(keys_values)
-        return self.norm(states_BND), kept
+            cache.append(keys_values)
+        return self.norm(states_BND), cache
 
 
 class PrefixState(NamedTuple):
