@@ -119,7 +119,9 @@ class ImageEncoder(Encoder):
                 self._adapter.take_grey(self.backbone)
         except (AssertionError, RuntimeError, ValueError) as error:
             raise self._unfit_size(self.image_size, error) from error
-        self.feature_dim, self.patch_dim = self._checked_measure(self.image_size)[:2]
+        measured = self._checked_measure(self.image_size)
+        self.feature_dim = measured.width
+        self.patch_dim = measured.patch_width
 
     def forward(
         self,
@@ -425,12 +427,14 @@ class ImageEncoder(Encoder):
                 for hook in hooks:
                     hook.remove()
             width = features.pooled_BD.shape[1]
-            _MEASURED[key] = _Measured(width, features.plane, 2 in values)
+            patches = features.patches_BPD
+            _MEASURED[key] = _Measured(width, patches.shape[2], features.plane, 2 in values)
         return _MEASURED[key]
 
 
 class _Measured(NamedTuple):
     width: int
+    patch_width: int
     grid: Size
     single_values: bool
     """A batch norm reads one value per channel of an image."""
