@@ -125,8 +125,6 @@ def open_generation(
 
     Raises ShardError, SplitError and ConfigError as `open_images`.
     """
-    from medvl.train.tasks.generation import open_latent_loader
-
     check_tokenizer(model)
     train, valid = open_split(data)
     entries = describe(train.manifest, None if valid is None else valid.manifest, **_chosen(data))
@@ -167,8 +165,6 @@ def open_cache(
     """Return the cache of a source's latents and texts; it is computed where `data.cache` does
     not have it yet.
     """
-    from medvl.train.tasks.generation import LatentCache
-
     assert data.cache is not None
     folder = data.cache / _cache_key(data, source, model)
     if rank_and_world()[0] != 0:

@@ -51,8 +51,8 @@ class VQAMed(QuestionCorpus):
         """
         root = self.root
         allowed = access.folders(root)
-        for name in self.categories:
-            check_choice(name, CATEGORIES, "categories")
+        for each in self.categories:
+            check_choice(each, CATEGORIES, "categories")
         counts = RowCounts("questions")
         warnings = Counter[str]()
         questions: list[tuple[str, Question]] = []
