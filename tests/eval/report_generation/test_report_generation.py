@@ -88,6 +88,12 @@ def pairs() -> list[GeneratedReport]:
     return generated_reports(generated, references, [str(n // 2) for n in range(len(references))])
 
 
+@pytest.fixture(scope="module")
+def plain(pairs: list[GeneratedReport]) -> Results:
+    """Results of these reports without intervals."""
+    return evaluate_reports(pairs, resamples=0).results
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -139,12 +145,11 @@ def test_words_and_stops_of_a_text() -> None:
         assert results.row(f"corpus_bleu_{order}_with_stops", "report").value == pytest.approx(1)
 
 
-def test_bleu_equals_nltk_corpus_bleu(pairs: list[GeneratedReport]) -> None:
-    results = evaluate_reports(pairs, resamples=0).results
+def test_bleu_equals_nltk_corpus_bleu(pairs: list[GeneratedReport], plain: Results) -> None:
     references = [[words(report.reference)] for report in pairs]
     generated = [words(report.generated) for report in pairs]
     for order in range(1, 5):
-        row = results.row(f"corpus_bleu_{order}", "report")
+        row = plain.row(f"corpus_bleu_{order}", "report")
         assert row.value == pytest.approx(
             corpus_bleu(references, generated, [1 / order] * order), abs=2e-4
         )
@@ -225,8 +230,7 @@ def test_scores_of_one_report_match_their_formulas() -> None:
     assert report_scores([], ["effusion"], Cider([["effusion"]])) == (0.0,) * 5
 
 
-def test_clinical_f1_equals_scikit_learn(pairs: list[GeneratedReport]) -> None:
-    results = evaluate_reports(pairs, resamples=0).results
+def test_clinical_f1_equals_scikit_learn(pairs: list[GeneratedReport], plain: Results) -> None:
     reference_NL, generated_NL = (
         positive_findings([label_report(getattr(report, side)) for report in pairs], "negative")
         for side in ("reference", "generated")
@@ -238,7 +242,7 @@ def test_clinical_f1_equals_scikit_learn(pairs: list[GeneratedReport]) -> None:
         expected = precision_recall_fscore_support(
             reference_NL[:, columns], generated_NL[:, columns], average=average, zero_division=0
         )
-        values = [results.row(metric, average).value for metric in ("precision", "recall", "f1")]
+        values = [plain.row(metric, average).value for metric in ("precision", "recall", "f1")]
         assert values == pytest.approx(list(expected[:3]))
         five = [
             FINDINGS.index(name)
@@ -254,12 +258,12 @@ def test_clinical_f1_equals_scikit_learn(pairs: list[GeneratedReport]) -> None:
             reference_NL[:, five], generated_NL[:, five], average=average, zero_division=0
         )
         values = [
-            results.row(metric, f"{average} of five").value
+            plain.row(metric, f"{average} of five").value
             for metric in ("precision", "recall", "f1")
         ]
         assert values == pytest.approx(list(expected[:3]))
     for column, finding in enumerate(FINDINGS):
-        row = results.row("recall", finding)
+        row = plain.row("recall", finding)
         assert row.n_positive == int(reference_NL[:, column].sum())
         assert (
             math.isnan(row.value)

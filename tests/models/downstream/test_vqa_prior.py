@@ -47,6 +47,7 @@ def test_scores_are_those_of_the_regression_and_of_one_without_the_own_question(
     own = prior(IDS, MASK, TARGET)
     # The intercept is not penalised, so that the centre of the counts does not matter.
     counts_NH = _counts(IDS, MASK).double()
+    counts_NH = counts_NH[:, counts_NH.any(dim=0)]  # columns without a word have weights of 0
     centred_NH = torch.cat([counts_NH - counts_NH.mean(dim=0), torch.ones(5, 1)], dim=1)
     penalty = torch.eye(centred_NH.shape[1]).double()
     penalty[-1, -1] = 0
