@@ -19,6 +19,7 @@ from measure.bench import Bench
 from measure.line import Line, Report, Row, SkipLine, TableRow, ratio, report
 
 from medvl import phantom
+from medvl.common.process import keep_freed_memory  # internal, as in `packing`
 from medvl.data import (
     ConVIRTAugmentation,
     Deidentifier,
@@ -34,6 +35,7 @@ from medvl.data import (
     write_shards,
 )
 from medvl.data.corpora.reports import mimic_cxr
+from medvl.data.transforms import text  # internal: its memory of texts
 from medvl.data.transforms.operations import Decode
 from medvl.schema import Batch
 from medvl.train.doctor.examine import seconds_of  # internal, as in `measure.timing`
@@ -135,9 +137,11 @@ def alternate(source: ShardSource, loader: Loader, count: int) -> tuple[float, f
     data.
     """
     positions = {source.key(position): position for position in range(len(source))}
+    keep_freed_memory()  # as in training
     batches, floor, spent, done = endless(loader), 0.0, 0.0, 0
     previous = [positions[key] for key in next(batches).keys]
     while done < count:
+        text._split.cache_clear()  # as in a corpus of more texts than this memory holds
         started = time.process_time()
         batch = next(batches)
         spent += time.process_time() - started

@@ -91,8 +91,11 @@ class JpegPlan(NamedTuple):
     """3 for colour of full resolution, 1.5 where the chroma has a quarter of the pixels."""
     is_held: bool
     """Whether all coefficients stay in memory until the last scan, as in progressive files and
-    in those of several.
+    in those of several. Decoders refuse further scans of other files.
     """
+    rows: int
+    columns: int
+    components: int
 
 
 def read_jpeg_plan(data: bytes) -> JpegPlan:
@@ -112,7 +115,8 @@ def read_jpeg_plan(data: bytes) -> JpegPlan:
         largest = max(across for across, _ in factors) * max(down for _, down in factors)
         samples = sum(across * down for across, down in factors) / largest
         is_held = frame[0] in _PROGRESSIVE or data[start + 4] < len(factors)
-        return JpegPlan(header[0], samples, is_held)
+        rows, columns = struct.unpack(">HH", header[1:5])
+        return JpegPlan(header[0], samples, is_held, rows, columns, len(factors))
     raise DicomError("the JPEG has no frame header before its first scan", "malformed")
 
 

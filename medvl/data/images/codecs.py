@@ -31,6 +31,7 @@ _BYTES_A_PIXEL = 6
 holds an image twice.
 """
 _USUAL_SCANS = 16
+_WITHOUT_BLACK = (1, 3)  # components of a JPEG in grey or colour; CMYK has four
 _MAX_CHUNKS = 1 << 17
 _MAX_SIDE = 1 << 20
 _ORIENTATION = 0x0112
@@ -54,7 +55,7 @@ def decode_image(data: bytes, *, color: bool = False, max_pixels: int = MAX_PIXE
     """
     if not data:
         raise ImageError("the image file is empty", "empty")
-    if data.startswith(_JPEG_START):
+    if is_jpeg(data):
         return _decode_jpeg(data, color, max_pixels)
     if data.startswith(_PNG_START):
         return _decode_png(data, color, max_pixels)
@@ -106,12 +107,17 @@ class JpegImage:
         return self._decoded[factor]
 
 
+def is_jpeg(data: bytes) -> bool:
+    """Return whether the content of an image file begins as a JPEG."""
+    return data.startswith(_JPEG_START)
+
+
 def open_image(data: bytes, *, color: bool = False, orientation: int = 1) -> np.ndarray | JpegImage:
     """Return a JPEG to be decoded later, and any other image decoded, upright by `orientation`.
 
     Raises ImageError as `decode_image`.
     """
-    if data.startswith(_JPEG_START):
+    if is_jpeg(data):
         return JpegImage(data, color=color, orientation=orientation)
     return make_upright(decode_image(data, color=color), orientation)
 
@@ -270,6 +276,11 @@ def _check_jpeg(data: bytes, color: bool, max_pixels: int) -> tuple[int, int]:
     if plan is not None and plan.precision != 8:
         message = f"the JPEG has {plan.precision} bits a sample, expected 8; save it as a PNG"
         raise ImageError(message, "unsupported")
+    if plan is not None and not plan.is_held and plan.components in _WITHOUT_BLACK:
+        # As in most files: the decoder takes one pass, and finds the same header.
+        _check_size(plan.rows, plan.columns, max_pixels)
+        _check_memory(plan.rows, plan.columns, 3.0 if color else 1.0, max_pixels)
+        return plan.rows, plan.columns
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:

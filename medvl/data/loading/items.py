@@ -230,8 +230,69 @@ def sample_rng(seed: int, epoch: int, key: str, purpose: str) -> np.random.Gener
     """Return the random generator of one sample in one epoch; each purpose has an independent
     one.
     """
-    digest = hashlib.blake2b(f"{seed}/{epoch}/{key}/{purpose}".encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "big")))
+    return np.random.Generator(np.random.PCG64(int.from_bytes(_digest(seed, epoch, key, purpose))))
+
+
+def sample_rngs(
+    seed: int, places: Sequence[tuple[int, str, str]]
+) -> dict[tuple[int, str, str], np.random.Generator]:
+    """Return the `sample_rng` of each (epoch, key, purpose), in a sixth of the time."""
+    digests = b"".join(_digest(seed, *place) for place in places)
+    entropy_B4 = np.frombuffer(digests, ">u4").reshape(-1, 4)[:, ::-1].astype(np.uint32)
+    return {
+        place: np.random.Generator(np.random.PCG64(_KnownWords(words_4)))
+        for place, words_4 in zip(places, seed_words(entropy_B4), strict=True)
+    }
+
+
+def _digest(seed: int, epoch: int, key: str, purpose: str) -> bytes:
+    return hashlib.blake2b(f"{seed}/{epoch}/{key}/{purpose}".encode(), digest_size=16).digest()
+
+
+class _KnownWords(np.random.SeedSequence):
+    """A seed sequence whose words are known, so that they are not computed."""
+
+    def __init__(self, words_4: NDArray[np.uint64]) -> None:
+        self._words_4 = words_4
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> NDArray[Any]:
+        """Return the words that PCG64 asks for."""
+        assert (n_words, dtype) == (len(self._words_4), np.uint64), "a generator other than PCG64"
+        return self._words_4
+
+
+def _powers(first: int, factor: int, count: int) -> NDArray[np.uint32]:
+    """Return (count, 1): a number times the powers of a factor, modulo 2^32."""
+    powers = [first * pow(factor, power, 1 << 32) % (1 << 32) for power in range(count)]
+    return np.array(powers, np.uint32)[:, None]
+
+
+_POOL_K1 = _powers(0x43B0D7E5, 0x931E8875, 17)
+_STATE_K1 = _powers(0x8B51F9DD, 0x58F38DED, 9)
+_LEFT, _RIGHT = np.uint32(0xCA01F9DD), np.uint32(0x4973F715)
+"""Constants of NumPy's SeedSequence."""
+
+
+def seed_words(entropy_B4: NDArray[np.uint32]) -> NDArray[np.uint64]:
+    """Return (B, 4): `SeedSequence(entropy).generate_state(4, np.uint64)` of each row of entropy,
+    the lowest word first. NumPy keeps that algorithm stable.
+    """
+    pool_4B = _hashed(entropy_B4.T, _POOL_K1[:5])
+    for word in range(4):
+        others = [other for other in range(4) if other != word]
+        factors_K1 = _POOL_K1[4 + 3 * word : 8 + 3 * word]
+        mixed_3B = _LEFT * pool_4B[others] - _RIGHT * _hashed(pool_4B[word], factors_K1)
+        pool_4B[others] = _folded(mixed_3B)
+    state_8B = _hashed(np.concatenate([pool_4B, pool_4B]), _STATE_K1)
+    return np.ascontiguousarray(state_8B.T).astype("<u4").view("<u8").astype(np.uint64)
+
+
+def _hashed(value_KB: NDArray[np.uint32], factors_K1: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    return _folded((value_KB ^ factors_K1[:-1]) * factors_K1[1:])
+
+
+def _folded(value_KB: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    return value_KB ^ (value_KB >> np.uint32(16))
 
 
 class ItemMaker:
@@ -274,6 +335,7 @@ class ItemMaker:
             str, BuiltTransform
         ] = {}  # built in the process that uses them: they do not pickle
         self._blank: Transformed | None = None
+        self._rngs: dict[tuple[int, str, str], np.random.Generator] = {}
 
     def __call__(self, sample: Sample, pixels: np.ndarray | JpegImage, epoch: int) -> Item:
         """Return the item of one sample. `pixels` are uint8, (H, W) or (H, W, 3), or
@@ -282,7 +344,14 @@ class ItemMaker:
 
     def rng(self, epoch: int, key: str, purpose: str) -> np.random.Generator:
         """Return the random generator of one sample in one epoch (`sample_rng`)."""
-        return sample_rng(self.seed, epoch, key, purpose)
+        ahead = self._rngs.pop((epoch, key, purpose), None)
+        return ahead or sample_rng(self.seed, epoch, key, purpose)
+
+    def make_rngs(self, places: Sequence[tuple[int, str, str]]) -> None:
+        """Make the generators of a batch, for each (epoch, key, purpose), which `rng` returns once
+        each.
+        """
+        self._rngs = sample_rngs(self.seed, places)
 
     def views(
         self,
@@ -435,7 +504,7 @@ class ItemMaker:
         return tuple(dict.fromkeys(entity for text in texts for _, _, entity in finder.find(text)))
 
     def _text(self, sample: Sample, views: Views, epoch: int, purpose: str) -> str:
-        rng = sample_rng(self.seed, epoch, sample.key, purpose)
+        rng = self.rng(epoch, sample.key, purpose)
         if purpose == "second text" and isinstance(self.text, TextPair):
             first = self.text(sample.sections, sample_rng(self.seed, epoch, sample.key, "text"))
             text = self.text.other(sample.sections, first, rng)

@@ -14,7 +14,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from medvl.data.loading.collate import Collate, SkipBudget, Tokenize
 from medvl.data.loading.items import NO_IMAGE, Item, ItemMaker, SkippedSample, Views
 from medvl.data.loading.readers import (
     MEMORY,
-    Image,
     ImageReader,
     Reader,
     RegionReader,
@@ -34,7 +33,9 @@ from medvl.data.loading.readers import (
     VolumeReader,
     check_volumes,
     limited_workers,
-    read_pixels,
+    positions_of_priors,
+    prior_reader,
+    reads_prior,
 )
 from medvl.data.loading.sampler import AllEpochs, BatchSampler, TrainSampler, batch_sampler
 from medvl.data.loading.sources import (
@@ -43,12 +44,7 @@ from medvl.data.loading.sources import (
     is_remote,
     region_manifest_of,
 )
-from medvl.data.loading.studies import (
-    NO_PRIOR,
-    ScanSource,
-    by_study,
-    prior_positions,
-)
+from medvl.data.loading.studies import NO_PRIOR, ScanSource, by_study
 from medvl.data.loading.workers import TIMEOUT, PassErrors, init_worker, with_worker_errors
 from medvl.data.storage.store import map_threads
 from medvl.data.transforms.image import ImageTransform
@@ -69,6 +65,8 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _PREFETCHED = 4
 """Largest number of batches that a worker prefetches."""
@@ -97,7 +95,7 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         self.reader = reader
         self.image_keys = image_keys
         self.keep_imageless = keep_imageless
-        self._reads_prior = _reads_prior(maker.inputs)
+        self._reads_prior = reads_prior(maker.inputs)
         self._prior_N = prior_N
         self._last: tuple[tuple[int, str], Views] | None = None
         self._is_remote = is_remote(source)
@@ -121,7 +119,8 @@ class SampleDataset(Dataset[Item | SkippedSample]):
 
     def _items(self, places: Sequence[tuple[int, int]]) -> list[Item | SkippedSample]:
         """Make items stage by stage over the batch (read, decode and augment, select texts): better
-        cache locality.
+        cache locality. Between decoded images, the code of the other stages would be read from
+        memory again.
         """
         if (scans := self._scans) is not None:
             seed = self.maker.seed
@@ -131,8 +130,11 @@ class SampleDataset(Dataset[Item | SkippedSample]):
                 map_threads(self._request, [position for _, position in places]), maxlen=0
             )
         samples = [self._sample(position) for _, position in places]
+        self._make_rngs(places, samples)
+        fetched = collections.deque(map(self._fetch, places, samples))
         images = [
-            self._image(*place, sample) for place, sample in zip(places, samples, strict=True)
+            self._image(*place, sample, fetched.popleft())  # without it, all pixels would be held
+            for place, sample in zip(places, samples, strict=True)
         ]
         rows = zip(places, samples, images, strict=True)
         return [
@@ -155,28 +157,50 @@ class SampleDataset(Dataset[Item | SkippedSample]):
                 source: Any = self.source
                 source.regions(position)
 
+    def _make_rngs(
+        self, places: Sequence[tuple[int, int]], samples: Sequence[Sample | SkippedSample]
+    ) -> None:
+        """Make the generators that every sample of a batch needs."""
+        names = []
+        for (epoch, position), sample in zip(places, samples, strict=True):
+            if isinstance(sample, Sample):
+                names.append((epoch, self._image_key(position, sample), "image"))
+                names.append((epoch, sample.key, "text"))
+        self.maker.make_rngs(names)
+
+    def _image_key(self, position: int, sample: Sample) -> str:
+        return sample.key if self.image_keys is None else self.image_keys[position]
+
+    def _fetch(self, place: tuple[int, int], sample: Sample | SkippedSample) -> Any:
+        """Return what the reader fetches; None where samples share an image, which is read once."""
+        if isinstance(sample, SkippedSample) or self.image_keys is not None:
+            return None
+        epoch, position = place
+        return _or_skipped(sample.key, lambda: self.reader.fetch(epoch, position, sample.key))
+
     def _image(
-        self, epoch: int, position: int, sample: Sample | SkippedSample
+        self, epoch: int, position: int, sample: Sample | SkippedSample, fetched: Any
     ) -> Views | SkippedSample:
         """Return the augmented images. Samples that share an image are adjacent, so the last
         image is cached.
         """
         if isinstance(sample, SkippedSample):
             return sample
-        key = sample.key if self.image_keys is None else self.image_keys[position]
+        if isinstance(fetched, SkippedSample):
+            return fetched
+        key = self._image_key(position, sample)
         if self.image_keys is not None and self._last is not None and self._last[0] == (epoch, key):
             return self._last[1]
-        try:
-            stored = self.reader.read(epoch, position, key, sample)
-            image = self.reader.views(epoch, key, sample, stored)
-            if not image.has_image and not self.keep_imageless:
-                return SkippedSample(sample.key, NO_IMAGE)
-        except (ImageError, DicomError) as error:
-            return SkippedSample(sample.key, error.code)
-        except ShardError:
-            return SkippedSample(sample.key, "shard_damaged")
-        except FileNotFoundError:
-            return SkippedSample(sample.key, "image_missing")
+
+        def views() -> Views:
+            stored = self.reader.read(epoch, position, key, sample, fetched)
+            return self.reader.views(epoch, key, sample, stored)
+
+        image = _or_skipped(sample.key, views)
+        if isinstance(image, SkippedSample):
+            return image
+        if not image.has_image and not self.keep_imageless:
+            return SkippedSample(sample.key, NO_IMAGE)
         self._last = None if self.image_keys is None else ((epoch, key), image)
         return image
 
@@ -201,6 +225,18 @@ class SampleDataset(Dataset[Item | SkippedSample]):
             )
         except CorpusError as error:  # of a target
             return SkippedSample(sample.key, f"{error.field}_{error.code}")
+
+
+def _or_skipped(key: str, read: Callable[[], T]) -> T | SkippedSample:
+    """Return what a function reads, or why the sample of this key is left out."""
+    try:
+        return read()
+    except (ImageError, DicomError) as error:
+        return SkippedSample(key, error.code)
+    except ShardError:
+        return SkippedSample(key, "shard_damaged")
+    except FileNotFoundError:
+        return SkippedSample(key, "image_missing")
 
 
 class Loader:
@@ -427,7 +463,7 @@ def open_loader(
         rows = batch // world if train else batch
         workers, prefetch = limited_workers(workers, prefetch, rows * image.bytes, memory)
     maker = ItemMaker(image, text, source.label_names, seed, inputs, targets)
-    prior_N = _priors(source, maker.inputs, train)
+    prior_N = positions_of_priors(source, maker.inputs, train)
     scans = source if isinstance(source, ScanSource) else None
     read_source = source if scans is None else scans.source
     reader: Reader
@@ -444,7 +480,7 @@ def open_loader(
             read_source,
             maker,
             color,
-            _prior_reader(source, prior_N, color, reduced) if maker.inputs.prior_image else None,
+            prior_reader(source, prior_N, color) if maker.inputs.prior_image else None,
             draws_views=train and maker.inputs.drawn_view,
             reduced=reduced,
         )
@@ -476,48 +512,6 @@ def _decodes_reduced(image: Any, source: Source) -> bool:
             field="image.decode",
         )
     return True
-
-
-def _reads_prior(inputs: Inputs) -> bool:
-    """Return whether prompts have the prior report."""
-    return inputs.prompt is not None and inputs.prompt.reads_prior
-
-
-def _priors(source: Source, inputs: Inputs, train: bool) -> NDArray[np.int64] | None:
-    """Return the position of each sample's prior one, for models that read its image or report.
-
-    Raises ConfigError where no sample has one; a model that writes behind a prompt also reads
-    studies without.
-    """
-    needs_image = inputs.prior_image and not hasattr(source, "prior_pixels")
-    if not needs_image and not _reads_prior(inputs):
-        return None
-    prior_N = prior_positions(source)
-    if (prior_N == NO_PRIOR).all():
-        if not train and inputs.prompt is not None:
-            _log.warning("no sample has a prior image or report; none is read")
-            return prior_N
-        message = (
-            "no sample has a prior image: convert a corpus that has the order of a patient's "
-            "studies"
-        )
-        raise ConfigError(message, "unsupported", field="prior_image")
-    return prior_N
-
-
-def _prior_reader(
-    source: Any, prior_N: NDArray[np.int64] | None, color: bool, reduced: bool
-) -> Callable[[int], Image | None]:
-    """Return the function from a position to the prior image, None without one."""
-    if hasattr(source, "prior_pixels"):
-        return functools.partial(source.prior_pixels, color=color)
-    assert prior_N is not None, "sources without prior images have the order of studies"
-
-    def read(position: int) -> Image | None:
-        prior = int(prior_N[position])
-        return None if prior == NO_PRIOR else read_pixels(source, prior, color, reduced=reduced)
-
-    return read
 
 
 def _check_together(together: int, image_keys: Sequence[str] | None) -> None:

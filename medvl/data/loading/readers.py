@@ -3,14 +3,15 @@
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from medvl.data.images.codecs import JpegImage, open_image
+from medvl.data.images.codecs import JpegImage, decode_image, is_jpeg
 from medvl.data.loading.items import NO_IMAGE, NO_PIXELS, ItemMaker, Views
-from medvl.data.loading.sources import Source, has_organs, has_volumes
-from medvl.data.loading.studies import StudySource
+from medvl.data.loading.sources import Source, has_organs, has_volumes, parts_of
+from medvl.data.loading.studies import NO_PRIOR, StudySource, prior_positions
 from medvl.data.shards.regions import Regions
 from medvl.data.volumes.codec import stored_padding
 from medvl.data.volumes.resampling import rgb_slices
@@ -20,6 +21,9 @@ from medvl.schema import Inputs, Sample
 
 Image = np.ndarray | JpegImage
 """Decoded pixels, or a JPEG that its transform decodes."""
+Encoded = np.ndarray | JpegImage | bytes
+"""A JPEG whose header was checked, another file of an image, or pixels of a source without files.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +37,13 @@ class Reader(Protocol):
     `read` decodes what is stored, `views` augments it; runs in the loader's workers.
     """
 
-    def read(self, epoch: int, position: int, key: str, sample: Sample) -> Any:
+    def fetch(self, epoch: int, position: int, key: str) -> Any:
+        """Return what `read` decodes, if it is small enough to be held for a whole batch. None:
+        `read` reads it.
+        """
+        return None
+
+    def read(self, epoch: int, position: int, key: str, sample: Sample, fetched: Any = None) -> Any:
         """Return what is stored of the sample at `position`, None where it has no image."""
 
     def views(self, epoch: int, key: str, sample: Sample, stored: Any) -> Views:
@@ -48,7 +58,7 @@ class ImageReader(Reader):
         source: Any,
         maker: ItemMaker,
         color: bool,
-        prior: Callable[[int], Image | None] | None,
+        prior: Callable[[int], Encoded | None] | None,
         *,
         draws_views: bool,
         reduced: bool,
@@ -59,13 +69,19 @@ class ImageReader(Reader):
         self._prior = prior
         self._draws_views = draws_views
         self._reduced = reduced
+        self._stored = stores_images(source)
 
-    def read(self, epoch: int, position: int, key: str, sample: Sample) -> Any:
+    def fetch(self, epoch: int, position: int, key: str) -> Any:
+        """Return the files of the image, the prior one and the others of the study."""
+        return self._images(epoch, position, key) if self._stored else None
+
+    def read(self, epoch: int, position: int, key: str, sample: Sample, fetched: Any = None) -> Any:
         """Return the image, the prior one and the others of the study; None without an image."""
-        images = self._of_study(epoch, position, key)
-        if not images:
+        images: _Images = fetched or self._images(epoch, position, key)
+        if not images.of_study:
             return None
-        return images[0], None if self._prior is None else self._prior(position), images[1:]
+        first, *others = map(self._decode, images.of_study)
+        return first, None if images.prior is None else self._decode(images.prior), others
 
     def views(self, epoch: int, key: str, sample: Sample, stored: Any) -> Views:
         if stored is None:
@@ -73,31 +89,106 @@ class ImageReader(Reader):
         image, prior, others = stored
         return self._maker.views(key, image, epoch, prior, sample, others)
 
-    def _of_study(self, epoch: int, position: int, key: str) -> list[Image]:
-        options = {"color": self._color, "reduced": self._reduced}
+    def _images(self, epoch: int, position: int, key: str) -> "_Images":
+        of_study = self._of_study(epoch, position, key)
+        if not of_study or self._prior is None:
+            return _Images(of_study, None)
+        return _Images(of_study, self._prior(position))
+
+    def _of_study(self, epoch: int, position: int, key: str) -> list[Encoded]:
         if not isinstance(self._source, StudySource):
-            image = read_pixels(self._source, position, **options)
+            image = fetch_image(self._source, position, self._color, stored=self._stored)
             return [] if image is None else [image]
         rng = self._maker.rng(epoch, key, "views") if self._draws_views else None
-        read = functools.partial(read_pixels, self._source.source, **options)
+        read = functools.partial(
+            fetch_image, self._source.source, color=self._color, stored=self._stored
+        )
         return self._source.images_of(position, read, self._maker.inputs.study_images, rng)
 
+    def _decode(self, image: Encoded) -> Image:
+        if isinstance(image, bytes):
+            return decode_image(image, color=self._color)
+        return image.decode() if isinstance(image, JpegImage) and not self._reduced else image
 
-def read_pixels(
-    source: Source, position: int, color: bool, *, reduced: bool = False
-) -> Image | None:
-    """Return the decoded image, None where the sample has none; with `reduced`, a JPEG that is
-    still to be decoded.
+
+class _Images(NamedTuple):
+    """Images of a sample as they are stored."""
+
+    of_study: Sequence[Encoded]
+    prior: Encoded | None
+
+
+def stores_images(source: Any) -> bool:
+    """Return whether `pixels` of a source decodes the file that `image_bytes` returns: not where a
+    view changes the pixels, nor for the files of a corpus.
+    """
+    owners = [
+        next((kind for kind in type(source).__mro__ if name in vars(kind)), None)
+        for name in ("image_bytes", "pixels")
+    ]
+    is_one = owners[0] is not None and owners[0] is owners[1]
+    return is_one and all(map(stores_images, parts_of(source)))
+
+
+def fetch_image(source: Any, position: int, color: bool, *, stored: bool) -> Encoded | None:
+    """Return the image as it is stored, or its pixels where it is not `stored` (`stores_images`);
+    None where the sample has none.
+
+    Raises ImageError for the header of a JPEG.
     """
     try:
-        if reduced:
-            stored: Any = source
-            return open_image(stored.image_bytes(position), color=color)
-        return source.pixels(position, color)
+        if not stored:
+            pixels: np.ndarray = source.pixels(position, color)
+            return pixels
+        data: bytes = source.image_bytes(position)
     except ImageError as error:
         if error.code != NO_IMAGE:
             raise
         return None
+    return JpegImage(data, color=color) if is_jpeg(data) else data
+
+
+def reads_prior(inputs: Inputs) -> bool:
+    """Return whether prompts have the prior report."""
+    return inputs.prompt is not None and inputs.prompt.reads_prior
+
+
+def positions_of_priors(source: Source, inputs: Inputs, train: bool) -> NDArray[np.int64] | None:
+    """Return the position of each sample's prior one, for models that read its image or report.
+
+    Raises ConfigError where no sample has one; a model that writes behind a prompt also reads
+    studies without.
+    """
+    needs_image = inputs.prior_image and not hasattr(source, "prior_pixels")
+    if not needs_image and not reads_prior(inputs):
+        return None
+    prior_N = prior_positions(source)
+    if (prior_N == NO_PRIOR).all():
+        if not train and inputs.prompt is not None:
+            _log.warning("no sample has a prior image or report; none is read")
+            return prior_N
+        message = (
+            "no sample has a prior image: convert a corpus that has the order of a patient's "
+            "studies"
+        )
+        raise ConfigError(message, "unsupported", field="prior_image")
+    return prior_N
+
+
+def prior_reader(
+    source: Any, prior_N: NDArray[np.int64] | None, color: bool
+) -> Callable[[int], Encoded | None]:
+    """Return the function from a position to the prior image, None without one."""
+    if hasattr(source, "prior_pixels"):
+        return functools.partial(source.prior_pixels, color=color)
+    assert prior_N is not None, "sources without prior images have the order of studies"
+    stored = stores_images(source)
+
+    def fetch(position: int) -> Encoded | None:
+        prior = int(prior_N[position])
+        return None if prior == NO_PRIOR else fetch_image(source, prior, color, stored=stored)
+
+    return fetch
 
 
 class RegionReader(Reader):
@@ -109,7 +200,9 @@ class RegionReader(Reader):
         self._source = source
         self._limit = limit
 
-    def read(self, epoch: int, position: int, key: str, sample: Sample) -> list[Regions]:
+    def read(
+        self, epoch: int, position: int, key: str, sample: Sample, fetched: Any = None
+    ) -> list[Regions]:
         if isinstance(self._source, StudySource):
             read = functools.partial(_read_regions, self._source.source)
             return self._source.images_of(position, read, self._limit)
@@ -148,7 +241,9 @@ class VolumeReader(Reader):
         self._maker = maker
         self._transform = transform
 
-    def read(self, epoch: int, position: int, key: str, sample: Sample) -> CutVolume | None:
+    def read(
+        self, epoch: int, position: int, key: str, sample: Sample, fetched: Any = None
+    ) -> CutVolume | None:
         rng = self._maker.rng(epoch, key, "image")
         return cut_volume(self._source, position, sample, self._transform, rng)
 
@@ -168,7 +263,9 @@ class SliceReader(Reader):
         self._draws = draws
         self.count = count
 
-    def read(self, epoch: int, position: int, key: str, sample: Sample) -> np.ndarray | None:
+    def read(
+        self, epoch: int, position: int, key: str, sample: Sample, fetched: Any = None
+    ) -> np.ndarray | None:
         rng = self._maker.rng(epoch, key, "slice") if self._draws else None
         return read_slices(self._source, position, sample, self.count, rng)
 

@@ -59,7 +59,7 @@ def region_manifest_of(source: Any) -> RegionManifest | None:
 
 def is_remote(source: Any) -> bool:
     """Return whether a source, or one that it is a view of, reads from a remote store."""
-    return bool(getattr(source, "is_remote", False)) or any(map(is_remote, _parts(source)))
+    return bool(getattr(source, "is_remote", False)) or any(map(is_remote, parts_of(source)))
 
 
 def is_synthetic(source: Any) -> bool:
@@ -67,7 +67,7 @@ def is_synthetic(source: Any) -> bool:
     shards generated`).
     """
     generators = getattr(getattr(source, "manifest", None), "generators", ())
-    return bool(generators) or any(map(is_synthetic, _parts(source)))
+    return bool(generators) or any(map(is_synthetic, parts_of(source)))
 
 
 def has_color(source: Any) -> bool:
@@ -75,18 +75,18 @@ def has_color(source: Any) -> bool:
     (`ShardOptions.color`).
     """
     return bool(getattr(getattr(source, "manifest", None), "color", False)) or any(
-        map(has_color, _parts(source))
+        map(has_color, parts_of(source))
     )
 
 
 def has_volumes(source: Any) -> bool:
     """Return whether shards of a source, or of one that it is a view of, hold volumes."""
-    return bool(getattr(source, "has_volumes", False)) or any(map(has_volumes, _parts(source)))
+    return bool(getattr(source, "has_volumes", False)) or any(map(has_volumes, parts_of(source)))
 
 
 def has_organs(source: Any) -> bool:
     """Return whether volumes of a source, or of one that it is a view of, have masks."""
-    return bool(getattr(source, "has_organs", False)) or any(map(has_organs, _parts(source)))
+    return bool(getattr(source, "has_organs", False)) or any(map(has_organs, parts_of(source)))
 
 
 def color_for(source: Any, transform: EvalTransform) -> bool:
@@ -98,7 +98,7 @@ def color_for(source: Any, transform: EvalTransform) -> bool:
     return has_color(source) if transform.trained_color is None else transform.trained_color
 
 
-def _parts(source: Any) -> list[Any]:
+def parts_of(source: Any) -> list[Any]:
     """Return the sources that a source is made of, or is a view of."""
     parts = getattr(source, "sources", None) or [getattr(source, "source", None)]
     return [part for part in parts if part is not None]

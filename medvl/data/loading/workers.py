@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import cv2
 
-from medvl.common.process import signals_blocked
+from medvl.common.process import keep_freed_memory, signals_blocked
 from medvl.errors import LoaderError, ShardError, StorageError
 
 # Errors of loader workers: a worker that dies or hangs raises LoaderError instead of blocking the
@@ -118,6 +118,7 @@ def init_worker(worker: int, *, beside_gpu: bool = False) -> None:
     (`signals_blocked`), so that none ends it before this is set up.
     """
     os.setpgid(0, 0)
+    keep_freed_memory()
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(
             signal.SIG_BLOCK, {signal.SIGTERM}

@@ -187,7 +187,7 @@ def units(text: str, width: int = 0) -> list[Unit]:
     """
     lines = text.split("\n")
     firsts = [line.lstrip()[:1] for line in lines]
-    style = _style(text, lines, width)
+    style = _style(text, lines, width) if len(lines) > 1 else None  # of no use to a single line
     found: list[list[str]] = []
     marks: list[tuple[int, bool]] = []
     item: str | None = None
@@ -200,7 +200,12 @@ def units(text: str, width: int = 0) -> list[Unit]:
         mark = _list_mark(line, before, item)
         if mark is not None and line.lstrip()[0] in _SIGNS and firsts.count(line.lstrip()[0]) == 1:
             mark = None  # "+PPD", "> 3 cm"
-        if before is None or mark is not None or _begins_statement(before, line, style):
+        if (
+            before is None
+            or mark is not None
+            or style is None
+            or _begins_statement(before, line, style)
+        ):
             found.append([])
             length = 0 if mark is None else len(line[: mark.end()].strip())
             marks.append((length, mark is None or mark["kept"] is not None))
@@ -431,7 +436,8 @@ def split_sentences(text: str) -> list[str]:
         content = unit.text if unit.keeps_mark else unit.text[unit.mark :].lstrip()
         for sentence in _split_block(content):
             sentence = sentence[_leader_end(sentence) :].strip()
-            if _LETTER.search(sentence.replace("XXXX", "")):
+            is_plain = sentence[:1].isalpha() and "XXXX" not in sentence  # spares a search
+            if is_plain or _LETTER.search(sentence.replace("XXXX", "")):
                 sentences.append(sentence)
     return sentences
 
@@ -480,7 +486,7 @@ def _split_block(text: str) -> list[str]:
             .rpartition(" ")[2]
             .lstrip("([\"'")
         )
-        if _opens_next_item(text, start, stop, word):
+        if word.isdecimal() and _opens_next_item(text, start, stop, word):
             end = stop.start() - len(word)
         elif _ends_sentence(text, leader, stop, word):
             end = stop.end()
@@ -548,11 +554,9 @@ def _is_initial(text: str, stop: re.Match[str], word: str) -> bool:
 
 
 def _opens_next_item(text: str, start: int, stop: re.Match[str], word: str) -> bool:
-    """Return whether a word is the next number of a list without full stops: `1. No effusion 2.
+    """Return whether a number is the next one of a list without full stops: `1. No effusion 2.
     Clear lungs`.
     """
-    if not word.isdecimal():
-        return False
     current = re.match(r"\s*\(?(\d{1,2})[.)]\s", text[start : start + 8])
     if current is None or int(word) != int(current[1]) + 1:
         return False
@@ -564,6 +568,9 @@ def _opens_next_item(text: str, start: int, stop: re.Match[str], word: str) -> b
 
 def _leader_end(text: str, start: int = 0) -> int:
     """Return the start of the text after the white space, list number or dash at `start`."""
+    first = start + text.startswith(" ", start)
+    if text[first : first + 1].isalpha():
+        return first  # as most sentences begin
     stripped = _SPACES.match(text, start)
     start = stripped.end() if stripped else start
     leader = _LEADER.match(text, start)

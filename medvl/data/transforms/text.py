@@ -22,7 +22,6 @@ from medvl.schema import ConventionsName, Sample
 if TYPE_CHECKING:
     from medvl.data.reports.labeler import Conventions
 
-_WORD = re.compile(r"\w+")
 REPORT_SECTIONS = ("findings", "impression")
 Missing = Literal["other_sections", "literal", "no_text"]
 """Replacement for a text whose sections are all missing: the other sections that describe the image
@@ -143,7 +142,7 @@ class WholeText:
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
         if self.missing == "other_sections" or any(sections.get(name) for name in self.sections):
             text = join_texts(choose_sections(sections, self.sections))
-            return text if len(_WORD.findall(text)) >= self.min_tokens else ""
+            return text if _has_words(text, self.min_tokens) else ""
         return f"NO {self.sections[0].upper()}" if self.missing == "literal" else ""
 
 
@@ -223,17 +222,33 @@ class RandomSection:
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
         texts = choose_sections(sections, ())
-        long_enough = [text for text in texts if len(_WORD.findall(text)) >= self.min_tokens]
+        long_enough = [text for text in texts if _has_words(text, self.min_tokens)]
         candidates = long_enough or texts
         return candidates[int(rng.integers(len(candidates)))] if candidates else ""
 
 
 def _sentences(texts: Sequence[str], min_tokens: int) -> list[str]:
     """Return the sentences with at least `min_tokens` words, or all sentences if there are none."""
-    sentences = [sentence for text in texts for sentence in split_sentences(text)]
-    return [
-        sentence for sentence in sentences if len(_WORD.findall(sentence)) >= min_tokens
-    ] or sentences
+    sentences = [sentence for text in texts for sentence in _split(text)]
+    return [sentence for sentence in sentences if _has_words(sentence, min_tokens)] or sentences
+
+
+@functools.lru_cache(1 << 14)
+def _split(text: str) -> tuple[str, ...]:
+    """Return the sentences of a text. Texts recur in every epoch of a small corpus, and some
+    impressions within an epoch; about 16 MB are held in each worker.
+    """
+    return tuple(split_sentences(text))
+
+
+def _has_words(text: str, count: int) -> bool:
+    """Return whether a text has at least `count` words, without counting all of them."""
+    return count < 1 or _words_pattern(count).match(text) is not None
+
+
+@functools.cache
+def _words_pattern(count: int) -> re.Pattern[str]:
+    return re.compile(rf"\W*+(?:\w++\W++){{{count - 1}}}\w")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

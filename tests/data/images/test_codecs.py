@@ -263,6 +263,10 @@ def test_jpegs_of_many_scans_are_refused_before_decoding() -> None:
         decode_image(data[:last] + data[last:-2] * 20_000 + data[-2:])
     with raises(ImageError, "too_large"):
         decode_image(data[:2] + b"\xff\xfe\0\2" * 1_000_000 + data[2:])
+    plain = saved(Image.fromarray(np.full((64, 64), 127, np.uint8)), "JPEG")
+    last = plain.rfind(b"\xff\xda")
+    with raises(ImageError, "malformed"):  # the decoder itself takes one scan
+        decode_image(plain[:-2] + plain[last:-2] * 20_000 + plain[-2:])
     metadata = (
         b"\xff\xe1" + (2 + 500 * 4).to_bytes(2, "big") + b"\xff\xda\0\2" * 500
     )  # as of an embedded thumbnail

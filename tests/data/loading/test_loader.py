@@ -4,6 +4,7 @@ samples.
 
 import dataclasses
 import json
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +20,8 @@ from helpers.shard_plans import make_plan
 
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.images.codecs import encode_png
-from medvl.data.loading.items import sample_rng
+from medvl.data.images.codecs import decode_image, encode_png
+from medvl.data.loading.items import sample_rng, sample_rngs, seed_words
 from medvl.data.loading.loader import Loader, open_loader
 from medvl.data.loading.sampler import TrainSampler
 from medvl.data.loading.sources import FileSource
@@ -310,6 +311,40 @@ def test_purposes_have_independent_generators() -> None:
     draws = [sample_rng(1, 2, "key", purpose).random() for purpose in ("image", "text")]
     assert draws[0] != draws[1]
     assert sample_rng(1, 2, "key", "image").random() == draws[0]
+
+
+def test_generators_of_a_batch_are_those_of_its_samples() -> None:
+    """The words of their seeds are those of NumPy's SeedSequence."""
+    places = [(epoch, key, name) for epoch in (0, 3) for key in "ab" for name in ("image", "text")]
+    made = sample_rngs(7, places)
+    assert list(made) == places
+    for place, rng in made.items():
+        assert rng.bit_generator.state == sample_rng(7, *place).bit_generator.state
+    assert sample_rngs(7, []) == {}
+    entropy = [0, 5, 1 << 32, (1 << 128) - 1]
+    words_B4 = np.array(
+        [[number >> 32 * word & 0xFFFFFFFF for word in range(4)] for number in entropy]
+    )
+    expected = [np.random.SeedSequence(number).generate_state(4, np.uint64) for number in entropy]
+    np.testing.assert_array_equal(seed_words(words_B4.astype(np.uint32)), expected)
+
+
+def test_pixels_of_a_batch_are_not_held_at_once(open_it: Callable[..., Loader]) -> None:
+    """Files of a batch are fetched first, which would else hold what is decoded of them."""
+    alive: list[weakref.ref[np.ndarray]] = []
+    most = 0
+
+    def decode(data: bytes, *, color: bool = False) -> np.ndarray:
+        nonlocal most
+        pixels = decode_image(data, color=color)
+        alive.append(weakref.ref(pixels))
+        most = max(most, sum(pixels() is not None for pixels in alive))
+        return pixels
+
+    with mock.patch("medvl.data.loading.readers.decode_image", decode):
+        next(iter(open_it(batch=20)))
+    assert len(alive) == 20
+    assert most <= 2
 
 
 @pytest.mark.parametrize("flip", ["swap_text", "plain"])

@@ -22,7 +22,8 @@ from medvl.data.images.codecs import (
 )
 from medvl.data.loading.items import boxed_phrases
 from medvl.data.loading.loader import open_loader
-from medvl.data.loading.sources import FileSource, Subset, no_text
+from medvl.data.loading.readers import stores_images
+from medvl.data.loading.sources import FileSource, SourceView, Subset, no_text
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import ConVIRTAugmentation
@@ -151,3 +152,26 @@ def test_files_of_a_corpus_are_refused(tmp_path: Path) -> None:
         open_loader(
             files, batch=1, image=reduced(CROP), text=WholeText(), tokenizer=no_text, train=True
         )
+
+
+def test_files_are_read_where_no_view_changes_the_pixels(source: ShardSource) -> None:
+    """A view that changes them has the `image_bytes` of its base class, which are the others'."""
+
+    class Negative(SourceView):
+        def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
+            return 255 - super().pixels(position, color)
+
+    negative = Negative(source, b"")
+    subset = Subset(source, range(8))
+    assert [stores_images(each) for each in (source, subset, Subset(negative, range(8)))] == [
+        True,
+        True,
+        False,
+    ]
+    options: dict[str, Any] = {"text": WholeText(), "tokenizer": no_text, "train": True}
+    opened = functools.partial(open_loader, batch=4, **options)
+    for settings in (CROP, reduced(CROP)):
+        plain, other = (next(iter(opened(each, image=settings))) for each in (subset, negative))
+        assert plain.keys == other.keys
+        apart = plain.image_BCHW.int() + other.image_BCHW.int() - 255
+        assert apart.abs().float().mean() < 3

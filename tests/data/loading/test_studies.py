@@ -14,7 +14,7 @@ from helpers.errors import raises
 from medvl.data.loading.collate import Collate
 from medvl.data.loading.items import ItemMaker
 from medvl.data.loading.loader import open_loader
-from medvl.data.loading.readers import RegionReader, read_pixels
+from medvl.data.loading.readers import RegionReader, fetch_image
 from medvl.data.loading.sources import ConcatSource, no_text
 from medvl.data.loading.studies import StudySource
 from medvl.data.shards.regions import Regions
@@ -84,7 +84,7 @@ def grey_values(batch: Any) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_each_study_is_one_sample_with_its_other_projection_next(limit: int) -> None:
     source = StudySource(Images())
-    read = functools.partial(read_pixels, source.source, color=False)
+    read = functools.partial(fetch_image, source.source, color=False, stored=False)
     values = []
     for position in range(len(source)):
         images = source.images_of(position, read, limit)
