@@ -41,10 +41,8 @@ from measure.records import (
 )
 from measure.timing import ceiling_tflops, describe, release
 
-from medvl.train.parallel.distributed import (
-    join,
-    machine_settings,
-)  # internal: the settings of a training run
+# internal: the settings of a training run
+from medvl.train.parallel.distributed import join, machine_settings
 
 PAGE = ROOT / "PERFORMANCE.md"
 SIDE, TINY_SIDE = 8192, 64

@@ -344,10 +344,8 @@ def execute_locally(
                 if store.state(run) == "to do":
                     report(f"{total - len(waiting)}/{total} {run.title}")
                     place = free.pop()
-                    with (
-                        interrupts_blocked(),
-                        sigterm_deferred(),
-                    ):  # a process that has started will be stopped
+                    # a process that has started will be stopped
+                    with interrupts_blocked(), sigterm_deferred():
                         running[_start(run, store, place, threads)] = run, place
             waiting = _without_failed(waiting, store, report)
             if not running and not any(_is_ready(run, store) for run in waiting):

@@ -11,10 +11,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from medvl.errors import CheckpointError, ConfigError
 from medvl.schema import ImageFeatures, TextFeatures
 
-for _features in (
-    ImageFeatures,
-    TextFeatures,
-):  # as outputs of `torch.export` and in the files of its programs
+# as outputs of `torch.export` and in the files of its programs
+for _features in (ImageFeatures, TextFeatures):
     torch.export.register_dataclass(
         _features, serialized_type_name=f"medvl.schema.{_features.__name__}"
     )

@@ -285,9 +285,8 @@ def _place(tokenizer: Tokenizer, sentences: Sentences) -> list[_Placed]:
         if not within or len(ids) + 2 > tokenizer.max_tokens:
             continue
         text = sentences.texts[word.sentence]
-        covered = text[
-            offsets[within[0]][0] : offsets[within[-1]][1]
-        ].strip()  # some pieces begin with their blank
+        # some pieces begin with their blank
+        covered = text[offsets[within[0]][0] : offsets[within[-1]][1]].strip()
         known = tokenizer.unk_id is None or tokenizer.unk_id not in [ids[at] for at in within]
         if covered.lower() == word.word and known:
             whole = [tokenizer.cls_id, *ids, tokenizer.sep_id]

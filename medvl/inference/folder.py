@@ -483,9 +483,8 @@ def _read_lines(path: Path) -> Iterator[ImageResult]:
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         write_atomic(path, whole)
-    for line in whole.decode().split("\n")[
-        :-1
-    ]:  # not at the separators of Unicode, which names may have
+    # not at the separators of Unicode, which names may have
+    for line in whole.decode().split("\n")[:-1]:
         data = parse_json(line)
         yield ImageResult(**{**data, "overlays": tuple(data.get("overlays", ()))})
 

@@ -421,10 +421,8 @@ def join_parts(folder: Path) -> dict[str, Tensor]:
     """Return the complete tensors of a folder of parts. Raises CheckpointError where one is
     missing or damaged.
     """
-    from torch.distributed.checkpoint import (
-        HuggingFaceStorageReader,
-        TensorStorageMetadata,
-    )  # takes a second
+    # takes a second
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, TensorStorageMetadata
 
     _check_regular(sorted(folder.iterdir()))
     try:

@@ -214,9 +214,8 @@ class ServedModel:
             scores |= zip(scorer.names, scorer.scored(image)[0].tolist(), strict=True)
             sentences |= scorer.sentences
         fitted = self.calibration.findings if self.calibration is not None and whole else {}
-        given = {
-            name: fitted.get(name) for name in findings.names
-        }  # not of free texts, whose sentences are others
+        # not of free texts, whose sentences are others
+        given = {name: fitted.get(name) for name in findings.names}
         reasons = self.calibration.left_out if self.calibration is not None else {}
         return [
             {

@@ -86,10 +86,9 @@ class FromFiles:
         bench, kept = self._bench, self._bench.size(4, 1)
         training = self._training = self._open()
         stream, step = training.state.stream, training.step
-        self._side, stream.side = (
-            stream.side,
-            None,
-        )  # nothing is fetched ahead while step and loader are measured
+        # nothing is fetched ahead while step and loader are measured
+        self._side = stream.side
+        stream.side = None
         placed = [
             step.place(batch) for _ in range(kept) for batch in stream.take(next(self._numbers))
         ]

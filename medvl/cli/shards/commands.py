@@ -206,9 +206,8 @@ def vocab(
     from medvl.data.shards.source import ShardSource
     from medvl.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece, train_words
 
-    others = {
-        str(folder): load_tokenizer(folder) for folder in compare
-    }  # fails before the training
+    # fails before the training
+    others = {str(folder): load_tokenizer(folder) for folder in compare}
     reports = 0
 
     def texts_of(folder: Path) -> Iterator[str]:

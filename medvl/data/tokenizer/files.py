@@ -303,9 +303,8 @@ def _text(path: Path) -> str:
 
 def _special(backend: Backend, role: str, config: Mapping[str, Any]) -> str | None:
     values = [config.get(f"{name}_token") for name in (role, _OTHER_NAMES.get(role))]
-    tokens = [
-        value.get("content") if isinstance(value, dict) else value for value in values
-    ]  # an AddedToken is a dict
+    # an AddedToken is a dict
+    tokens = [value.get("content") if isinstance(value, dict) else value for value in values]
     candidates = [token for token in tokens if isinstance(token, str)]
     return next(
         (

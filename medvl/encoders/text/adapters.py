@@ -234,10 +234,8 @@ class BertAdapter(TextAdapter):
 
     def prepare_packing(self, net: Any) -> "type[Packing]":
         """Register the packed attention function."""
-        from medvl.encoders.text.packing import (
-            Packing,
-            use_packed_attention,
-        )  # imports torch's compiler: seconds
+        # imports torch's compiler: seconds
+        from medvl.encoders.text.packing import Packing, use_packed_attention
 
         use_packed_attention(net)
         return Packing

@@ -146,10 +146,8 @@ def _evaluations(path: Path) -> list[tuple[Path, Results]]:
         return [(path.parent, read_results(path.parent))]
     known = path.is_file() or (find_checkpoint(path) / CONFIG).is_file()
     places = [evaluations_of(path)] if known else []
-    places += [
-        path,
-        *(base / EVALUATIONS for base in (path, path.parent)),
-    ]  # the last two: of earlier versions
+    # the last two places are those of earlier versions
+    places += [path, *(base / EVALUATIONS for base in (path, path.parent))]
     for place in dict.fromkeys(places):
         folders = sorted(file.parent for file in place.glob("*/results.json"))
         if folders:

@@ -180,9 +180,8 @@ def evaluate_text_tasks(
     """
     options = options or TextTaskOptions()
     _check_names(tasks)
-    splits_of = {
-        name: _splits(root, TASKS[name], options) for name in tasks
-    }  # all, before the first training
+    # all, before the first training
+    splits_of = {name: _splits(root, TASKS[name], options) for name in tasks}
     examples = {name: splits["test"] for name, splits in splits_of.items()}
     without = {
         name: baselines(TASKS[name], of["train"], of["test"]) for name, of in splits_of.items()

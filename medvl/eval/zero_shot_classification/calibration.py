@@ -317,9 +317,8 @@ def read_calibration(path: Path) -> Calibration:
         numbers = [value for each in findings.values() for value in dataclasses.astuple(each)]
         if not all(isinstance(value, int | float) and math.isfinite(value) for value in numbers):
             raise ValueError("a number is not finite")
-        worse = {
-            name: each.reason for name, each in findings.items() if each.is_worse
-        }  # of earlier versions
+        # files of earlier versions hold them
+        worse = {name: each.reason for name, each in findings.items() if each.is_worse}
         content["left_out"] = {**content["left_out"], **worse}
         used = {name: each for name, each in findings.items() if name not in worse}
         return Calibration(findings=used, **content)

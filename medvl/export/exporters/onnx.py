@@ -215,9 +215,8 @@ def _write(
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    second = {
-        name: tensor[1:] for name, tensor in inputs.items()
-    }  # a batch size other than the traced one
+    # a batch size other than the traced one
+    second = {name: tensor[1:] for name, tensor in inputs.items()}
     outputs = session.run(None, {name: tensor.numpy() for name, tensor in second.items()})
     return {
         name: difference(f"the {name}", torch.from_numpy(value), expected)

@@ -180,10 +180,8 @@ def _clip_text(model: CLIP, encoder: TextEncoder) -> _Tower:
         and fields.get("pool_type") != "last"
         and model.tokenizer is not None
     ):
-        fields |= {
-            "pool_type": "eos",
-            "eos_id": model.tokenizer.sep_id,
-        }  # CLIP's default is the highest id
+        # CLIP's default is the highest id
+        fields |= {"pool_type": "eos", "eos_id": model.tokenizer.sep_id}
     tensors = _prefixed(net, "text.")
     projection = encoder.projection
     if isinstance(projection, MatrixHead):

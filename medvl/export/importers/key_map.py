@@ -279,10 +279,8 @@ def _normalized_keys(keys: Sequence[str]) -> list[str]:
 def _change(tensor: Tensor, change: Change) -> Tensor:
     if change == "transpose":
         return tensor.T
-    if change in (
-        "conv to linear",
-        "conv1d to linear",
-    ):  # a convolution of width 1 is a linear layer
+    # a convolution of width 1 is a linear layer
+    if change in ("conv to linear", "conv1d to linear"):
         return tensor.flatten(1) if tensor.ndim > 1 else tensor
     if change == "reverse":  # of two classes
         return tensor.flip(0)

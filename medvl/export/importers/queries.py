@@ -128,9 +128,8 @@ def _mavl(shapes: Shapes) -> MAVLConfig:
 def _kad(shapes: Shapes) -> KADConfig:
     image = image_arguments(shapes, {"image_size": 512})
     text = text_arguments(shapes, {"name": "pubmedbert"})
-    width = shapes["image_head.0.weight"][
-        1
-    ]  # of the third stage, at 224 pixels, or of the last one
+    # of the third stage, at 224 pixels, or of the last one
+    width = shapes["image_head.0.weight"][1]
     return KADConfig(
         image_size=512 if width == 2048 else 224,
         image_arguments={} if width == 2048 else {"patch_level": -2},

@@ -96,10 +96,8 @@ class FusionTask(System):
         settings = dict(config.settings)
         if config.vocab_size is not None:
             settings["vocab_size"] = config.vocab_size
-        settings |= {
-            "image_weights": None,
-            "text_weights": None,
-        }  # a checkpoint must not name further files to read
+        # a checkpoint must not name further files to read
+        settings |= {"image_weights": None, "text_weights": None}
         fusion = from_dict(system(config.fusion).Config, settings)
         model = create_model(fusion, pretrained=pretrained, tokenizer=tokenizer)
         if not isinstance(model, FusionModel):

@@ -98,10 +98,8 @@ class UMRL(DualEncoder):
 
     @classmethod
     def encoder_arguments(cls, config: UMRLConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        static = {
-            "pretrained": False,
-            "vocab_size": config.vocab_size or 30_522,
-        }  # without a tokenizer, BERT's
+        # without a tokenizer, BERT's
+        static = {"pretrained": False, "vocab_size": config.vocab_size or 30_522}
         return {}, {"pool": "mean", **(static if config.text_encoder == "static" else {})}
 
     @classmethod

@@ -113,10 +113,8 @@ def _pacemaker(chest: Chest, part: Part) -> Device:
     x = side * 0.70 * chest.half_width
     y = -6.3
     heart = 2 * chest.half_width * chest.heart_ratio
-    vein = [
-        [side * 3.4, -8.9],
-        [-0.6 * chest.mediastinum + shift, -2.0],
-    ]  # the vein and the vena cava
+    # the vein and the vena cava
+    vein = [[side * 3.4, -8.9], [-0.6 * chest.mediastinum + shift, -2.0]]
     apex = (0.44 * heart + shift, chest.dome_left - 1.0)
     leads = [
         spline([[x, y - 1.6], *vein, [-0.10 * heart + shift, 6.5], [0.1 * heart, 8.8], list(apex)])

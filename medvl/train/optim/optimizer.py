@@ -279,10 +279,9 @@ class Lamb(torch.optim.Optimizer):
                 torch.zeros_like(parameter),
             )
         state["step"] += 1
-        step, (beta1, beta2) = (
-            float(state["step"]),
-            group["betas"],
-        )  # on the host: no wait for the device
+        # on the host: no wait for the device
+        step = float(state["step"])
+        beta1, beta2 = group["betas"]
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         denominator = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])

@@ -400,9 +400,8 @@ class FSDPModel(ParallelModel):
         """Return complete tensors of an optimiser's state in host memory on rank 0; an empty
         dict on other ranks.
         """
-        complete = (
-            (name, _full(tensor)) for name, tensor in tensors.items()
-        )  # one at a time on the device
+        # one at a time on the device
+        complete = ((name, _full(tensor)) for name, tensor in tensors.items())
         return {name: full.cpu() for name, full in complete if self.ranks.is_main}
 
     def local_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -167,9 +167,8 @@ def _training_images(data: ClassificationDataConfig, transform: EvalTransform) -
         return transform
     if augmentation is None:
         published = ConVIRTAugmentation(size=transform.size, pad=pads)
-        low, high = (
-            sigma * transform.size / 224 for sigma in published.blur_sigma
-        )  # published for 224 pixels
+        # published for 224 pixels
+        low, high = (sigma * transform.size / 224 for sigma in published.blur_sigma)
         return dataclasses.replace(published, blur_sigma=(low, high))
     if (augmentation.size, augmentation.pad) != (transform.size, pads):
         message = (

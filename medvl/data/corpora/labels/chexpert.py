@@ -21,10 +21,8 @@ Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 _COLUMNS = ("Path", "Sex", "Age", "Frontal/Lateral", "AP/PA", *FINDINGS)
-_TEST_COLUMNS = (
-    "Path",
-    *FINDINGS,
-)  # the later release of the test labels has the path and the labels only
+# the later release of the test labels has the path and the labels only
+_TEST_COLUMNS = ("Path", *FINDINGS)
 _PATH = re.compile(
     r"(?:.*/)?(train|valid|test)/(patient\d+)/(study\d+)/(view\d+_(?:frontal|lateral)\.jpg)"
 )

@@ -482,10 +482,8 @@ class QueryEncoder(DualEncoder):
     def _ask_pairs(self, grid_NPD: Tensor, vectors_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-odds (N,) and the attention (N, P) of each image's own text."""
         states_BQD, attention_BQP = self.ask(grid_NPD, vectors_ND[:, None])
-        pair = (
-            torch.arange(len(grid_NPD)),
-            self._rows(vectors_ND),
-        )  # -1: the text itself, behind the book
+        # -1: the text itself, behind the book
+        pair = (torch.arange(len(grid_NPD)), self._rows(vectors_ND))
         return self._odds(states_BQD)[pair], attention_BQP[pair]
 
     def forward(self, batch: Batch) -> Losses:
