@@ -329,7 +329,7 @@ def _change(data: Any, name: str, value: Any) -> None:
 
 
 def _place(data: Any, part: str, name: str) -> int:
-    """Return the number of an entry of a list. Raises ConfigError where there is no list or no
+    """Return the number of an entry of a list. Raises ConfigError if there is no list or no
     such entry.
     """
     if not isinstance(data, list):

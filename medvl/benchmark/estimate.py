@@ -289,7 +289,7 @@ class _Total:
 class _EvaluationHours:
     """Hours of the evaluations of a plan, as finished ones of the same task and corpus took.
 
-    Those of the same system count where there are some, else the median of all systems.
+    Those of the same system count if there are some, else the median of all systems.
     """
 
     def __init__(self, plan: Plan, store: Store) -> None:

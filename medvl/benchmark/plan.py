@@ -190,7 +190,7 @@ class _Planner:
 
     def _stored_key(self, run: Run, recipe: Any) -> str:
         """Return the key of the stored run that equals this one but for settings that were added
-        to `recipe` since, which have their defaults; the run's own key where there is none.
+        to `recipe` since, which have their defaults; the run's own key if there is none.
         """
         if any(stored.key == run.key for stored in self._stored):
             return run.key
@@ -219,7 +219,7 @@ class _Planner:
         return next(fields, "evaluation.shortlist_system")
 
     def _entry(self, name: str, field: str) -> Entry:
-        """Return the system that a field names. Raises ConfigError where there is none, or none
+        """Return the system that a field names. Raises ConfigError if there is none, or none
         that can be trained.
         """
         if name in self._entries:

@@ -109,7 +109,7 @@ Prompts = Mapping[str, tuple[str, Sequence[str]]]
 
 def write_table(name: str, folder: Path) -> list[Path]:
     """Write NAME.jsonl for `medvl shards table`, with NAME.json of zero-shot prompts where it has
-    labels, and NAME-other-words.json where there are other words for them; of ODIR also
+    labels, and NAME-other-words.json if there are other words for them; of ODIR also
     paraphrases for training.
 
     "openi" is the folder of a task of `medvl eval text` in place of a table. Raises ConfigError

@@ -40,7 +40,7 @@ def joined_ranks(name: str, *, divides_batches: bool) -> Iterator[None]:
     """Join the ranks that torchrun started, for the command of this name; a single process joins
     none.
 
-    Raises ConfigError where there are several ranks and the command does not divide the batches
+    Raises ConfigError if there are several ranks and the command does not divide the batches
     among them.
     """
     if not divides_batches:

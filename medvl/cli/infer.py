@@ -49,7 +49,7 @@ def infer(
     Args:
         images: DICOM, JPEG and PNG files, and folders with them; for a model of volumes, NIfTI
             files and folders of DICOM series; for the checkpoint demo, by default demo.png, a
-            synthetic radiograph that is drawn where there is none.
+            synthetic radiograph that is drawn if there is none.
         checkpoint: a run or a checkpoint, such as runs/convirt, hf-hub:OWNER/NAME, or demo, a small
             model of synthetic radiographs.
         texts: findings or phrases for a dual-encoder, labels of a classifier (default: all of
@@ -216,7 +216,7 @@ def _check_numbers(*options: tuple[str, int, int]) -> None:
 
 
 def _example(checkpoint: str) -> tuple[Path, ...]:
-    """Return the example radiograph of the demo, drawn into the current folder where there is
+    """Return the example radiograph of the demo, drawn into the current folder if there is
     none.
     """
     from medvl.models.checkpoint_folder import kind_of

@@ -278,7 +278,7 @@ def _choose(
 
 
 def _scores(items: Items, row_N: Tensor, score: Callable[[Tensor, Tensor], Tensor]) -> Array:
-    """Return scores_N3, NaN where there is no text; `score` gets the rows of the images and the
+    """Return scores_N3, NaN if there is no text; `score` gets the rows of the images and the
     texts of all pairs.
     """
     text_N3 = torch.from_numpy(items.text_N3)

@@ -35,7 +35,7 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def mean_of(total: Tensor, count: Tensor) -> Tensor:
-    """Return the mean of `count` elements from their sum; 0 with a zero gradient where there is
+    """Return the mean of `count` elements from their sum; 0 with a zero gradient if there is
     none.
 
     The count may be a mean over micro-batches, and so below 1.
@@ -44,7 +44,7 @@ def mean_of(total: Tensor, count: Tensor) -> Tensor:
 
 
 def mean_or_zero(values: Tensor) -> Tensor:
-    """Return the mean of all elements; 0 with a zero gradient where there is none."""
+    """Return the mean of all elements; 0 with a zero gradient if there is none."""
     return values.sum() / max(values.numel(), 1)
 
 

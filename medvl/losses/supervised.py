@@ -69,7 +69,7 @@ def detection(
     The first is the focal loss summed over all cells and labels (Lin et al., arXiv 1708.02002,
     equation 5: alpha for ones, 1 - alpha for zeros), the second 1 - GIoU (Rezatofighi et al., arXiv
     1902.09630) summed over the cells with a box; both are divided by the number of those cells, or
-    by 1 where there is none.
+    by 1 if there is none.
 
     Args:
         logits_BPL: one column per label.
@@ -281,7 +281,7 @@ def answer_words(
             words has 1 - alpha.
 
     Returns a scalar, near the number of words per question times ln V for an untrained decoder; 0
-    with a zero gradient where there is no word. Raises ValueError on inconsistent shapes, and on an
+    with a zero gradient if there is no word. Raises ValueError on inconsistent shapes, and on an
     alpha outside [0, 1].
     """
     check_share("alpha", alpha)

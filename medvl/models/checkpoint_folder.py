@@ -178,7 +178,7 @@ def check_marker(folder: Path, *, exclude: str | None = None) -> None:
 def complete_folder(folder: Path | str) -> Path:
     """Return the folder of a checkpoint whose files are as training wrote them.
 
-    Raises CheckpointError where there is none, or a file differs from the marker.
+    Raises CheckpointError if there is none, or a file differs from the marker.
     """
     folder = check_folder(Path(folder))
     if (folder / MARKER).exists():  # training writes it, `save` alone does not

@@ -285,7 +285,7 @@ def _configuration(
 
 
 def preset_tokenizer(text_encoder: str, max_tokens: int | None) -> Tokenizer | None:
-    """Return the published tokenizer of a text encoder; None where there is none. Raises
+    """Return the published tokenizer of a text encoder; None if there is none. Raises
     WeightsError offline.
     """
     preset = TEXT_PRESETS.get(text_encoder)
@@ -341,7 +341,7 @@ def get_tokenizer(name: str | Path, *, max_tokens: int | None = None) -> Tokeniz
 
     Those of presets come from the hub at a pinned revision, or from the local cache.
 
-    Raises ConfigError where there is no such name, or it has no tokenizer; WeightsError if it
+    Raises ConfigError if there is no such name, or it has no tokenizer; WeightsError if it
     cannot be downloaded.
     """
     if Path(name).is_dir() or kind_of(name) == "hub":

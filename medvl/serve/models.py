@@ -189,7 +189,7 @@ class ServedModel:
     def scores(self, image: Encoded, texts: Sequence[str]) -> list[dict[str, Any]]:
         """Return the score of each text, or of all findings, in an encoded image, as `medvl.infer`.
 
-        `score` is the model's own value; `probability` is calibrated, None where there is no
+        `score` is the model's own value; `probability` is calibrated, None if there is no
         calibration: also for some of the classes of prompts that compete with each other, whose
         calibration belongs to all of them. `uncalibrated` is the reason why the calibration leaves
         a finding out, else None.

@@ -103,7 +103,7 @@ def stored_text(text: str, warnings: Counter[str]) -> str:
 
 
 def first_text(texts: Iterable[str], warnings: Counter[str]) -> str:
-    """Return the first text that is one, as `stored_text`; "" where there is none."""
+    """Return the first text that is one, as `stored_text`; "" if there is none."""
     return next(filter(None, (stored_text(text, warnings) for text in texts)), "")
 
 

@@ -124,7 +124,7 @@ class Manifest:
         return bool(self.options.get("color"))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of `manifest.json`; `generators` and `rows` only where there are
+        """Return the content of `manifest.json`; `generators` and `rows` only if there are
         any.
         """
         content = dataclasses.asdict(self)

@@ -127,7 +127,7 @@ class Cache:
         name: str,
         wait: bool = True,
     ) -> Path | None:
-        """Return the path of a file, fetched if the cache does not have it; None where there is no
+        """Return the path of a file, fetched if the cache does not have it; None if there is no
         room for it.
 
         Args:

@@ -31,7 +31,7 @@ class RemotePath:
     """A remote file or folder, with the reading methods of `pathlib.Path` that medvl uses.
 
     Failed requests are repeated with growing pauses. Every method raises StorageError when the
-    store cannot be reached or refuses access, and FileNotFoundError where there is nothing.
+    store cannot be reached or refuses access, and FileNotFoundError if there is nothing.
     """
 
     def __init__(self, url: str) -> None:

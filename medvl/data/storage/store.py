@@ -140,7 +140,7 @@ def size(url: str) -> int:
 
 
 def list_files(url: str) -> dict[str, int]:
-    """Return the size of every file below a folder, by its relative path; none where there is no
+    """Return the size of every file below a folder, by its relative path; none if there is no
     folder.
     """
 

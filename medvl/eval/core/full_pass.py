@@ -294,7 +294,7 @@ def embed_texts(
     """Return the embeddings of any number of texts, encoded in chunks by `embed`, by default the
     model's own.
 
-    Raises EvaluationError where there is no text.
+    Raises EvaluationError if there is no text.
     """
     if not texts:
         raise EvaluationError("expected at least one text, got none", "empty", field="texts")

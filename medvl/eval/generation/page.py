@@ -101,7 +101,7 @@ def summary_table(result: GenerationResult) -> Table:
 
 
 def finding_tables(result: GenerationResult) -> list[Section]:
-    """Return tables of prompted findings, negations and sides, where there are any."""
+    """Return tables of prompted findings, negations and sides, if there are any."""
     tables: list[Section] = []
     kinds = (
         ("auroc", "Prompted findings", [*compared_sets(result), "shuffled prompts"]),
@@ -288,7 +288,7 @@ def alignment_tables(result: GenerationResult) -> list[Section]:
 
 
 def use_tables(result: GenerationResult) -> list[Section]:
-    """Return the classifiers trained on real and synthetic images, where there are any."""
+    """Return the classifiers trained on real and synthetic images, if there are any."""
     rows = [
         row
         for row in result.results.rows
@@ -464,7 +464,7 @@ def _warnings(result: GenerationResult) -> list[str]:
 
 
 def _sweep(result: GenerationResult) -> list[Section]:
-    """Return plots of findings, fidelity and copies against the guidance, where there are
+    """Return plots of findings, fidelity and copies against the guidance, if there are
     several folders.
     """
     if len(result.generated) < 2:

@@ -4,7 +4,7 @@ Protocol "generalized_grounding", version 1:
 
 * An item is an image and one of its phrases, with any number of true boxes (`all_phrases_of`).
   Released phrases of MS-CXR all have boxes; sentences of PadChest-GR, findings of Chest ImaGenome,
-  and labels of corpora with boxes that were looked for have none where there is nothing to see.
+  and labels of corpora with boxes that were looked for have none if there is nothing to see.
 * Predicted boxes are the bounding boxes of the connected regions, by eight neighbours, of the
   pixels that reach a share of the range of the phrase's heat map ("components"). Every box of a
   phrase is left out where its score is below a threshold. A constant map has no box.
@@ -424,7 +424,7 @@ def _precision_group(detections: Sequence[ImageDetections], target: str) -> Metr
 
 
 def _other_patients(patients: Sequence[str], seed: int) -> NDArray[np.int64] | None:
-    """Return an item of another patient for each item; None where there is one patient only."""
+    """Return an item of another patient for each item; None if there is one patient only."""
     if len(set(patients)) < 2:
         return None
     order = np.random.default_rng(seed).permutation(len(patients)).tolist()

@@ -11,7 +11,7 @@ Protocol "neighbours", version 1:
 * "auroc@prototypes": the cosine to the mean of the positive training images minus that to the mean
   of the negative ones, which are normalised again.
 * "auroc@4-shot": the same with the means of 4 positive and 4 negative images for each finding, of
-  different patients, or all where there are fewer. It is the mean over the seeds, and
+  different patients, or all if there are fewer. It is the mean over the seeds, and
   "auroc_sd@4-shot" the standard deviation. The images of one seed are nested.
 * "auroc@linear": the linear probe on all labels, the "auroc@100%" of `medvl eval probe`.
 * Rows without a suffix are those of the neighbours: calibration, yes/no metrics at thresholds
@@ -240,7 +240,7 @@ def knn_scores(
         train_ND: features of the training images.
         y_NL: labels of the training images: 1, 0 or NaN, whose images are no neighbours for that
             label. A label that no image has is scored 0.5.
-        counts: values of k; all images where there are fewer.
+        counts: values of k; all images if there are fewer.
     """
     scores = {count: np.full((len(x_MD), y_NL.shape[1]), 0.5) for count in counts}
     # Labels that are known for the same images have the same neighbours.
@@ -295,7 +295,7 @@ def few_labels(
         y_NL: labels of 1, 0 or NaN.
         names: finding of each column, from which its draw is derived.
         patients: patient of each image.
-        count: images of each class; all patients where there are fewer.
+        count: images of each class; all patients if there are fewer.
         seed: seed of the draw.
     """
     few_NL = np.full_like(y_NL, np.nan)

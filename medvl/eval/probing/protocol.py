@@ -414,7 +414,7 @@ def over_runs(
 def parse_levels(text: str) -> tuple[str, tuple[str, ...]]:
     """Return the column and the levels of "COLUMN=LEVEL,LEVEL,...", lowest first.
 
-    Raises EvaluationError where there are fewer than two levels, or one twice.
+    Raises EvaluationError if there are fewer than two levels, or one twice.
     """
     column, _, listed = text.partition("=")
     levels = tuple(level.strip() for level in listed.split(","))

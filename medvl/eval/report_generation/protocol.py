@@ -11,7 +11,7 @@ Protocol "report_generation", version 3:
   perfect generator would score.
 * Reports of other decodings of the same model have the same rows, under the name of the decoding.
 * Baselines: the same rows with every image paired with the report that was generated for an image
-  of another patient, where there is one; and with the one reference that overlaps most with all
+  of another patient, if there is one; and with the one reference that overlaps most with all
   others (`constant_report`) for every image, the floor of n-gram overlap.
 * The generated reports minus each baseline, paired by report: "minus" and the baseline's name.
 * The perplexity of the references by the model that generates: exp(sum of the losses of all tokens

@@ -571,7 +571,7 @@ def score_everything(
 def _text_scores(
     scorer: Scorer, images: Any, keys: Sequence[str], rows: TextRows, columns: int
 ) -> Tensor:
-    """Return (B, columns): the scores of the first texts of each image, NaN where there is none."""
+    """Return (B, columns): the scores of the first texts of each image, NaN if there is none."""
     text_BK = torch.tensor([list(rows.get(key, (-1, -1, -1)))[:columns] for key in keys])
     present_BK = text_BK >= 0
     scores_BK = torch.full(text_BK.shape, torch.nan, dtype=torch.float64)

@@ -217,7 +217,7 @@ class BlurbScore:
 
 
 def blurb_score(scores: Mapping[str, float]) -> BlurbScore | None:
-    """Return the score of the sets that are there, None if none is.
+    """Return the score of the sets of BLURB in `scores`; None if there are none.
 
     Args:
         scores: task -> score; tasks that are not of BLURB are ignored. The result has their scale.

@@ -191,7 +191,7 @@ def _mean(loss_BN: Tensor, counted_BN: Tensor, weights_BN: Tensor | None) -> Ten
 def _check(
     a_BNE: Tensor, b_BNE: Tensor, mask_BN: Tensor | None, weights_BN: Tensor | None
 ) -> Tensor:
-    """Return the mask, all True where there is none. Raises ValueError on inconsistent shapes."""
+    """Return the mask, all True if there is none. Raises ValueError on inconsistent shapes."""
     if a_BNE.ndim != 3 or a_BNE.shape != b_BNE.shape:
         raise ValueError(f"expected items (B, N, E) of one shape, got {shapes(a_BNE, b_BNE)}")
     for name, tensor in (("mask_BN", mask_BN), ("weights_BN", weights_BN)):

@@ -121,7 +121,7 @@ class RetrievalModel(FusionTask):
         )
 
     def forward(self, batch: Batch) -> Losses:
-        """Return the loss over the samples with an image and a text; 0 where there are fewer
+        """Return the loss over the samples with an image and a text; 0 if there are fewer
         than two texts.
         """
         model = self.fusion_model

@@ -68,7 +68,7 @@ class MedCLIP(DualEncoder):
 
     The loss is the mean over a text and another one of the same sample (`Inputs.second_text`). The
     released code makes that one by random edits of the words; here it is a second draw of the
-    recipe's text policy, where there is one.
+    recipe's text policy, if there is one.
     """
 
     Config = MedCLIPConfig

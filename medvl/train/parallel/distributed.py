@@ -305,7 +305,7 @@ def _idle_seconds() -> float:
 
 
 def choose_device(device: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
-    """Return the GPU of a rank, or the CPU where there is none. Raises ConfigError where a rank
+    """Return the GPU of a rank, or the CPU if there is none. Raises ConfigError where a rank
     lacks a GPU.
     """
     count = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0

@@ -172,7 +172,7 @@ class DDPModel(ParallelModel):
             )
 
     def forward(self, batch: Batch, objective: "Objective | None" = None) -> Losses:
-        """Return the losses of this rank's batch, through DDP where there are several ranks."""
+        """Return the losses of this rank's batch, through DDP if there are several ranks."""
         model = self.ddp or self.trained
         losses: Losses = model(batch) if objective is None else model(batch, objective)
         return losses

@@ -200,7 +200,7 @@ Findings = frozenset[tuple[str, str]]
 
 
 class Statement(NamedTuple):
-    """What a sentence says."""
+    """Findings of a sentence."""
 
     words: Words
     asserted: frozenset[tuple[str, str, str]]

@@ -421,7 +421,7 @@ def open_data(data: LoaderConfig, model: Any, micro_batch: int) -> DataLoaders:
     `open_pairs`, `open_text` or `open_volumes`, or a function of another package that is registered
     with `open_data.register`.
 
-    Raises what that function raises, ConfigError where there is none.
+    Raises what that function raises, ConfigError if there is none.
     """
     message = f"expected data settings that a function is registered for, got {type(data).__name__}"
     raise ConfigError(f"{message}; use `open_data.register`", "unsupported", field="data")

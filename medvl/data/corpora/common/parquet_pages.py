@@ -140,7 +140,7 @@ class ByteColumn:
         """Return the column of images `name` of a file: bytes, a struct with `bytes`, or a list of
         either. The file is mapped as long as the column is used.
 
-        Raises ValueError where there is no such column; OSError, CorpusError and pyarrow's errors
+        Raises ValueError if there is no such column; OSError, CorpusError and pyarrow's errors
         where the file cannot be read.
         """
         import pyarrow.parquet

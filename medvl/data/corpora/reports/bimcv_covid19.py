@@ -108,7 +108,7 @@ class BimcvCovid19(Corpus):
     def _read_rows(
         self, english: Mapping[str, str] | None, allowed: InputFolders
     ) -> Iterator[_Row]:
-        """Yield the rows of the table, or the translated images where there is no table."""
+        """Yield the rows of the table, or the translated images if there is no table."""
         table = self.root / TABLE
         if english is not None and not table.is_file():
             yield from (_Row(name, "", "") for name in english)

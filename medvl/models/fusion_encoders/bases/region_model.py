@@ -96,7 +96,7 @@ class RegionInput(nn.Module):
         self.norm, self.norm_boxes = (nn.LayerNorm(width, eps=LAYER_NORM_EPS) for _ in range(2))
 
     def read(self, source: ImageSource, image: Tensor, has_image_B: Tensor | None) -> Tokens:
-        """Encode images, or take the regions of a detector: (B, P, F), padding where there is no
+        """Encode images, or take the regions of a detector: (B, P, F), padding if there is no
         image.
         """
 
