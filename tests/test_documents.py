@@ -51,6 +51,17 @@ def text_of(path: Path) -> str:
     return text if path.suffix == ".md" else ast.get_docstring(ast.parse(text)) or ""
 
 
+def test_files_that_a_package_lists_exist() -> None:
+    """In the docstrings of packages: `name.py` and `name/`."""
+    listed = {
+        (path.parent, name)
+        for path in sorted(ROOT.glob("medvl/**/__init__.py"))
+        for name in re.findall(r"(?<![\w/.])[a-z_]+(?:\.py|/(?= ))", text_of(path))
+    }
+    assert len(listed) > 30
+    assert [str(folder / name) for folder, name in listed if not (folder / name).exists()] == []
+
+
 def commands() -> list[list[str]]:
     """The words of every command, once each."""
     lines = []

@@ -10,9 +10,9 @@ The guide is docs/pages/guides/benchmark.md. Start reading at `config.py`, then 
     config.py                    the file of a benchmark, and its presets/
     settings.py                  systems, their recipes, and a recipe's settings in a benchmark
     estimate.py                  checks, hours and memory before any run
-    plan.py, store.py            runs and their keys, and the folder of results
-    corpora.py, real_tables.py   commands that make missing data
-    execute.py, queue.py         training and evaluations of one run; processes, GPUs, Ray, SLURM
+    plan.py, store.py            runs, their keys and data, and the folder of results
+    real_tables.py               tables of small real collections
+    execute.py                   training and evaluations of a run; processes, GPUs, Ray, SLURM
     tasks.py                     evaluations and columns
     ranks.py, pages/             ranks on shared resamples, and the site
 """

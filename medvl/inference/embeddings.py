@@ -100,8 +100,8 @@ def embed(
     Args:
         checkpoint: what `medvl.load` takes.
         data: folders of shards, folders with such folders (one for each split), or webdataset
-            tars; or image files and folders with them, as `medvl.inference.find_images` finds
-            them; for a model of volumes, NIfTI files and folders of DICOM series.
+            tars; or image files and folders with them, as `medvl.inference.folder.find_images`
+            finds them; for a model of volumes, NIfTI files and folders of DICOM series.
         out: file that ends in .parquet.
         pooled: write the pooled vector for dual-encoders too, as `medvl eval probe` reads it.
         patches: write the patches of the image encoder, (P, D), too.

@@ -1,3 +1,1 @@
-"""Corpora: one module per corpus, each with a `plan` function that turns its release on disk
-into records.
-"""
+"""Corpora: one class per corpus, whose method `plan` turns its release on disk into records."""

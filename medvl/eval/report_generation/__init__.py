@@ -3,9 +3,14 @@
     references + generated texts -> shared n-grams, shared findings -> rows with intervals ->
         results.json
 
-`nlg_metrics` computes BLEU, ROUGE-L, METEOR and CIDEr, `clinical_f1` compares the findings that the
-rule-based labeler extracts, `external_scores` reads files of CheXbert, RadGraph and
-CXR-Report-Metric, `evaluate` combines them, `generate` runs a model, `read_reports` reads the
-reports of other systems, and `page` writes the page. References are complete reports as stored in
-the shards: they are neither truncated nor tokenized by the model.
+    protocol.py      definition of the scores, and their baselines
+    metrics.py       BLEU, ROUGE-L, METEOR, CIDEr, clinical F1 by the labeler, contents
+    grounded.py      sentences with boxes
+    external.py      files of CheXbert, RadGraph, CXR-Report-Metric and RadEval
+    generate.py      texts of a model, and its likelihood of the references
+    rexrank.py       files of the leaderboard ReXrank
+    evaluation.py    options, run and page
+
+References are complete reports as stored in the shards: they are neither truncated nor tokenized by
+the model.
 """

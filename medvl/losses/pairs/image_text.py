@@ -148,8 +148,8 @@ class MomentumQueue(nn.Module):
     """
 
     same_on_all_ranks: ClassVar[bool] = True
-    """Buffers are equal on all ranks: `medvl.train.parallel.distributed.distribute` need not
-    broadcast them.
+    """Buffers are equal on all ranks: DDP need not broadcast them
+    (`medvl.train.parallel.distributed.unshared_buffers`).
     """
 
     image_QE: Tensor
