@@ -9,28 +9,28 @@ image and indication, as LLaVA-Rad (Vicuna-7B, BiomedCLIP-CXR; Chaves et al., ar
         --data shards/mimic-cxr/test --sections findings
     torchrun --nproc-per-node 8 recipes/causal_lm_mimic.py questions    # answers of VQA-RAD
     torchrun --nproc-per-node 8 recipes/causal_lm_mimic.py grounded     # sentences of PadChest-GR
-    torchrun recipes/causal_lm_mimic.py tiny    # phantom Open-i, two CPU cores; prints how to make it
+    torchrun recipes/causal_lm_mimic.py tiny    # phantom Open-i, two cores; prints how to make it
     torchrun recipes/causal_lm_mimic.py choices         # questions with four options, likewise
     medvl eval multiple-choice --checkpoint quickstart/causal-lm-choices/best \\
         --data quickstart/choices/test --train quickstart/choices/train
 
 Any Gemma, Llama, Mistral or Qwen 2 or 3: `--model.language-weights FOLDER --data.tokenizer FOLDER`.
 
-Preset `projector`, LLaVA-Rad's first stage: the projector alone, an image without instruction, 1e-3,
-batch 256, one epoch. Preset `paper`, its second stage: low-rank updates of rank 64 of all linear
-layers but the output, and the projector; the indication and an instruction; 1e-4, cosine, batch 128,
-three epochs. Checkpoints need the folder of the language model (`store_language`).
+Preset `projector`, LLaVA-Rad's first stage: the projector alone, an image without instruction,
+1e-3, batch 256, one epoch. Preset `paper`, its second stage: low-rank updates of rank 64 of all
+linear layers but the output, and the projector; the indication and an instruction; 1e-4, cosine,
+batch 128, three epochs. Checkpoints need the folder of the language model (`store_language`).
 
-Presets `questions` and `grounded` go on with the result of `paper`: a question of VQA-RAD is a prompt,
-and its answer the text (`CausalLM.answer`, `score_options`); or the sentences of PadChest-GR have
-boxes, as MAIRA-2 writes them (`medvl eval report-generation --grounded`).
+Presets `questions` and `grounded` start from the result of `paper`: a question of VQA-RAD is a
+prompt, and its answer the text (`CausalLM.answer`, `score_options`); or the sentences of
+PadChest-GR have boxes, as MAIRA-2 writes them (`medvl eval report-generation --grounded`).
 
-Preset `choices`: the phantom's questions with four options, by the text of an option, from the demo's
-image encoder. 664 questions: 0.877 [0.848, 0.903]; text only 0.250, images swapped 0.248, in other
-words 0.782. Presets `letters-start`, then `letters`: by its letter (`--score letter`), larger initial
-weights (`quickstart.letter_recipes`): 0.741 [0.705, 0.778]; text only 0.256.
-Preset `tiny`: the quickstart's ResNet-10 and a Llama of two layers of width 128 from random weights.
-Preset `impression` reads no image: it writes impressions behind findings of a table of reports.
+Preset `choices`: the phantom's questions with four options, by the text of an option, from the
+demo's image encoder. 664 questions: 0.877 [0.848, 0.903]; text only 0.250, images swapped 0.248, in
+other words 0.782. Presets `letters-start`, then `letters`: by its letter (`--score letter`), larger
+initial weights (`quickstart.letter_recipes`): 0.741 [0.705, 0.778]; text only 0.256.
+Preset `tiny`: the quickstart's ResNet-10 and a Llama of two layers of width 128, untrained. Preset
+`impression` reads no image: it writes impressions behind findings of a table of reports.
 
     medvl shards table --table reports.jsonl --patient-column patient --split-column split \\
         --text-column findings impression --out shards/reports
@@ -38,7 +38,7 @@ Preset `impression` reads no image: it writes impressions behind findings of a t
     # 525 steps, 677 test reports of Open-i: BLEU-4 0.155 [0.131, 0.184]; findings copied 0.041, the
     # commonest 0.089, nearest by TF-IDF 0.210 [0.182, 0.239]; perplexity by word 23.3 [19.1, 28.2]
 
-Published on the findings of MIMIC-CXR's test studies, of other code and splits (ReXrank: RadGraph F1,
+Published on the findings of MIMIC-CXR's test studies by other code (ReXrank: RadGraph F1,
 1/RadCliQ-v1, RaTEScore, GREEN): MedGemma 4B .159 .744 .549 .293, MAIRA-2 (7B) .131 .694 .517 .224.
 """
 
