@@ -289,6 +289,8 @@ def _steps(header: Any, axes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray
             )
     except (KeyError, HeaderDataError, ValueError):
         raise VolumeError("the orientation of the header is damaged", "malformed") from None
+    if code and not np.isfinite(affine).all():
+        raise VolumeError("the orientation of the header is damaged", "malformed")
     if code:
         placed_34 = _RAS_TO_LPS @ np.asarray(affine, np.float64)[:3] * unit
         return placed_34[:, :3], placed_34[:, 3]

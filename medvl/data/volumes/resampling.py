@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import cv2
 import numpy as np
 
-from medvl.data.volumes.volume import AIR, Volume, padding_of, to_int16
+from medvl.data.volumes.volume import AIR, DEFAULT_LIMITS, Volume, padding_of, to_int16
 from medvl.errors import ConfigError, VolumeError
 
 _UNFILTERED = 1.5
@@ -33,7 +33,8 @@ def resample_volume(volume: Volume, spacing: Sequence[float], *, antialias: bool
 
     Raises:
         ConfigError: "out_of_range" for `spacing`.
-        VolumeError: "too_small" for a volume without a voxel at this spacing.
+        VolumeError: "too_small" for a volume without a voxel at this spacing, "too_large" for one
+            with more than `VolumeLimits.voxels`.
     """
     from scipy import ndimage
 
@@ -82,6 +83,14 @@ def _sides_at(volume: Volume, spacing: Sequence[float]) -> tuple[tuple[float, ..
             f"expected a voxel or more along each axis at {goal} mm, got {sides}; leave the volume "
             "out, or choose a smaller spacing",
             "too_small",
+            field="spacing",
+        )
+    depth, height, width = sides
+    if max(depth, len(volume.hu_DHW)) * height * width > DEFAULT_LIMITS.voxels:
+        raise VolumeError(
+            f"a spacing of {volume.spacing} mm gives {sides} voxels at {goal} mm, over the limit "
+            f"of {DEFAULT_LIMITS.voxels}; correct the spacing of the file",
+            "too_large",
             field="spacing",
         )
     return goal, sides

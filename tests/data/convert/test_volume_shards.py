@@ -102,13 +102,19 @@ def test_series_of_another_modality_are_refused(scans):
     assert encode_stored_volume(scans[0], *options).fields["modality"] == "MR"  # states none
 
 
-def test_volumes_that_have_no_voxel_or_no_grid_are_skipped(scans, tmp_path):
+def test_volumes_without_a_voxel_or_a_grid_or_with_a_wrong_one_are_skipped(scans, tmp_path):
     thin = nibabel.Nifti1Image(np.full((20, 20, 2), 40, np.int16), np.diag([-1, -1, 0.6, 1]))
     nibabel.save(thin, tmp_path / "thin.nii")
     np.savez(tmp_path / "array.npz", ct=np.zeros((4, 4, 4), np.int16))
-    paths = [scans[0], tmp_path / "thin.nii", tmp_path / "array.npz"]
+    far = nibabel.Nifti1Image(np.full((9, 9, 9), 40, np.int16), np.diag([-9e3, -9e3, 9e3, 1]))
+    nibabel.save(far, tmp_path / "far.nii")  # as if millimetres were metres
+    (tmp_path / "s.nii.gz").mkdir()  # some archives unpack to a folder
+    (tmp_path / "s.nii.gz" / "s.nii.gz").write_bytes(scans[0].read_bytes())
+    names = ("thin.nii", "array.npz", "far.nii", "s.nii.gz")
+    paths = [scans[0], *(tmp_path / name for name in names)]
     source = convert(paths, tmp_path / "out", spacing=(3, 15, 15))
-    assert dict(source.manifest.skipped) == {"too_small": 1, "missing": 1}
+    assert dict(source.manifest.skipped) == {"too_small": 1, "missing": 1, "too_large": 1}
+    np.testing.assert_array_equal(source.volume(0).hu_DHW, source.volume(1).hu_DHW)
 
 
 def test_spacing_and_size_are_those_of_the_options(scans, tmp_path):

@@ -1,5 +1,7 @@
 """Resampling against torch and formulas, crops, padding and windows."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -93,6 +95,10 @@ def test_wrong_settings_are_refused():
             resample_volume(source, spacing)
     with raises(VolumeError, "too_small", "spacing"):
         resample_volume(source, (5, 1, 1))
+    for step in (1e3, 1e30):  # metres, and no spacing at all
+        wide = dataclasses.replace(source, spacing=(step, step, step))
+        with raises(VolumeError, "too_large", "spacing"):
+            resample_volume(wide, (1, 1, 1))
     for size in ((1, 1), (1, 0, 1)):
         with raises(ConfigError, "out_of_range", "size"):
             crop_or_pad(source, size)
