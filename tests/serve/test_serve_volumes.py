@@ -1,22 +1,25 @@
 """Volumes on the server: the same numbers as the model, in every form of upload, within limits."""
 
 import base64
+import copy
 import io
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import nibabel
 import numpy as np
 import pytest
 import torch
 from helpers.contrastive_systems import fvlm, hlip
 from helpers.errors import raises
 from helpers.served import client, served, tiny_convirt
-from helpers.volume_files import write_series
+from helpers.volume_files import write_enhanced, write_series
 from starlette.testclient import TestClient
 
 import medvl
 from medvl.data import train_wordpiece
+from medvl.data.volumes.transform import OriginalVolumeTransform
 from medvl.data.volumes.volume import Volume
 from medvl.errors import ConfigError
 from medvl.eval.zero_shot_classification.prompts import load_prompts
@@ -35,12 +38,14 @@ def app() -> TestClient:
     return client([ServedModel("tiny", MODEL, PROMPTS)], config=config)
 
 
+HU = np.full((6, 14, 13), 40, np.int16)
+HU[4:, :5, 8:] = 300
+
+
 @pytest.fixture(scope="module")
 def series(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     """A CT of soft tissue with one bright corner."""
-    hu = np.full((6, 14, 13), 40, np.int16)
-    hu[4:, :5, 8:] = 300
-    return [path.read_bytes() for path in write_series(tmp_path_factory.mktemp("ct"), hu)]
+    return [path.read_bytes() for path in write_series(tmp_path_factory.mktemp("ct"), HU)]
 
 
 def zipped(files: list[bytes], kind: int = zipfile.ZIP_DEFLATED) -> bytes:
@@ -63,7 +68,8 @@ def test_a_series_and_its_archive_have_the_models_scores_and_map(
         (tmp_path / f"{number}.dcm").write_bytes(data)
     expected = medvl.infer(MODEL, tmp_path, [TEXT], prompts="ct_clip")[TEXT]
     peak = peak_of(medvl.heatmap(MODEL, tmp_path, TEXT))
-    for files in (series, series[::-1], [zipped(series)]):
+    enhanced = write_enhanced(tmp_path.with_suffix(".dcm"), HU, order=(3, 5, 0, 1, 4, 2))
+    for files in (series, series[::-1], [zipped(series)], [enhanced.read_bytes()]):
         view = send(app, "view", files).json()
         assert view["warning"] is None
         assert (view["slices"], view["rows"], view["columns"]) == (6, 14, 13)
@@ -85,6 +91,21 @@ def test_a_series_of_another_modality_has_a_warning(app: TestClient, tmp_path: P
     view = send(app, "view", [path.read_bytes() for path in paths]).json()
     assert view["header"] == {"modality": "MR"}
     assert "MR; models for CT scans give meaningless results" in view["warning"]
+
+
+def test_models_of_another_modality_read_nifti_files_of_it(app: TestClient, tmp_path: Path) -> None:
+    """Their values are no Hounsfield units, and the page has no windows for these."""
+    values = np.full((4, 12, 12), 3000, np.int16)
+    nibabel.save(nibabel.Nifti1Image(values.T, np.diag([-1, -1, 1, 1])), tmp_path / "a.nii")
+    files = [(tmp_path / "a.nii").read_bytes()]
+    assert send(app, "view", files).json()["error"]["code"] == "not_hu"
+    model = copy.deepcopy(MODEL)
+    model.transform = OriginalVolumeTransform(size=MODEL.transform.size, shards_modality="MR")
+    of_mr = client([ServedModel("tiny", model, PROMPTS)])
+    view = send(of_mr, "view", files).json()
+    assert view["header"] == {"modality": None}
+    assert (view["format"], view["window"]["hounsfield"]) == ("NIfTI", False)
+    assert send(of_mr, "scores", files, TEXT).status_code == 200
 
 
 def test_uploads_beyond_the_limits_are_refused(app: TestClient, series: list[bytes]) -> None:

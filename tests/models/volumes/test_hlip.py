@@ -148,3 +148,11 @@ def test_batch_norm_spreads_class_tokens_before_the_linear_layer() -> None:
     patches_BPD = model.eval().image_encoder(volumes).patches_BPD
     each = torch.stack([model.image_head(patch_BD) for patch_BD in patches_BPD.unbind(1)], dim=1)
     torch.testing.assert_close(model.image_head(patches_BPD), each)
+
+
+def test_packed_texts_have_the_same_loss() -> None:
+    model = hlip().eval()
+    batch = make_batch("hlip")
+    expected = model(batch).total
+    model.text_encoder.pack()
+    torch.testing.assert_close(model(batch).total, expected)
