@@ -24,9 +24,10 @@ of Adam on a plateau. `bash scripts/quickstart.sh` trains it in about five minut
 held-out phantom patients the mean AUROC of the five competition findings was 0.898 [0.885, 0.910].
 """
 
+import dataclasses
 from pathlib import Path
 
-from medvl.data import ConVIRTAugmentation, RandomSentence
+from medvl.data import ConVIRTAugmentation, EvalTransform, RandomSentence
 from medvl.eval import ZeroShotEval
 from medvl.models import ConVIRTConfig
 from medvl.train import (
@@ -74,8 +75,18 @@ tiny = quickstart.zero_shot_recipe(
         max_tokens=48,
     ),
 )
+START = quickstart.zero_shot_from_convirt(
+    "convirt-denials",
+    dataclasses.replace(tiny.model, denial_weight=1.0, frozen_image_layers=-1),
+    dataclasses.replace(
+        quickstart.DATA,
+        text=RandomSentence(min_tokens=2),
+        image=EvalTransform(size=112, fit="squash"),
+    ),
+)
+denials = dataclasses.replace(START, train=dataclasses.replace(START.train, epochs=None, steps=250))
 
-PRESETS = {"paper": paper, "tiny": tiny}
+PRESETS = {"paper": paper, "tiny": tiny, "denials": denials}
 MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr"
 prepare = zero_shot_run("convirt_mimic", MAKE_DATA, ZeroShotEval)
 

@@ -120,7 +120,27 @@ tiny = Recipe(
     ),
 )
 
-PRESETS = {"paper": paper, "tiny": tiny}
+difference = dataclasses.replace(
+    tiny,
+    init_from=Path("demo"),
+    earlier_image=True,
+    data=dataclasses.replace(
+        tiny.data,
+        train=Path("quickstart/differences/train"),
+        valid=Path("quickstart/differences/validate"),
+        valid_split="validate",
+        together=1,
+    ),
+    train=dataclasses.replace(
+        tiny.train,
+        run_dir=Path("quickstart/difference-run"),
+        epochs=None,
+        steps=600,
+        validate_every=200,
+    ),
+)
+
+PRESETS = {"paper": paper, "tiny": tiny, "difference": difference}
 
 MAKE_DATA = """Make the shards first. From VQA-RAD on disk:
     medvl shards vqa-rad --root VQA-RAD --split image-disjoint --out shards/vqa-rad
@@ -131,7 +151,11 @@ Without any data, on the phantom corpus:
     medvl phantom vqa-rad --out quickstart/vqa-rad-valid --patients 400 --size 256 --seed 21
     medvl shards vqa-rad --root quickstart/vqa-rad --out quickstart/vqa --short-side 160
     medvl shards vqa-rad --root quickstart/vqa-rad-valid --out quickstart/vqa-valid --short-side 160
-    medvl train vqa tiny"""
+    medvl train vqa tiny
+Questions about two dates of a patient, on the phantom corpus:
+    medvl phantom diff-vqa --out quickstart/diff-vqa --patients 2600 --size 160
+    medvl shards diff-vqa --root quickstart/diff-vqa --kinds difference --out quickstart/differences --short-side 160
+    medvl train vqa difference"""
 
 
 def prepare(recipe: Recipe) -> "Run":

@@ -84,6 +84,14 @@ class SeriesOptions(ReconstructionOptions):
     """write DICOM series beside the NIfTI files"""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChoiceOptions(PhantomOptions):
+    """Size and seed of the corpus, and the wordings of its questions."""
+
+    forms: int = 1
+    """wordings of each question, 1 to 6; images, options and answers are the same"""
+
+
 def _command(
     layout: str,
     summary: str,
@@ -232,6 +240,7 @@ COMMANDS: dict[str, Callable[..., str]] = {
         "rexvqa",
         "ReXVQA: questions with four options, and the images and metadata of ReXGradient",
         _shards("rexvqa"),
+        kind=ChoiceOptions,
         seed=47,
     ),
     "pmc-vqa": _command(

@@ -433,6 +433,8 @@ MIXED = "mixed"
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """Letters of options, in order."""
+DIFFERENCE = "difference"
+"""Kind of the questions about two images of a patient (Medical-Diff-VQA)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -509,15 +511,21 @@ class Question:
         return question
 
     def _check_options(self) -> None:
-        """Raise CorpusError where options repeat, or right ones are not among them."""
+        """Raise CorpusError where options repeat or have no letter, or right ones are not among
+        them.
+        """
         places = range(len(self.options))
         if (
             any(not isinstance(option, str) for option in self.options)
             or len(set(self.options)) < len(self.options)
-            or any(place not in places for place in self.right)
+            or len(self.options) > len(LETTERS)
+            or any(type(place) is not int or place not in places for place in self.right)
             or [*self.right] != sorted(set(self.right))
         ):
-            message = f"question {self.id}: expected distinct options and indices of right ones"
+            message = (
+                f"question {self.id}: expected at most {len(LETTERS)} distinct options and indices "
+                f"of right ones"
+            )
             raise CorpusError(message, "malformed", field="options")
 
 

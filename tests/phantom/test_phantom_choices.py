@@ -1,8 +1,18 @@
 """The phantom's questions with four options: true, and balanced over answers and letters."""
 
+import json
 from collections import Counter, defaultdict
 
-from medvl.phantom.layouts.choices import balanced_choices, choice_questions
+from helpers.errors import raises
+
+from medvl.errors import ConfigError
+from medvl.phantom.layouts.choices import (
+    MOST_FORMS,
+    balanced_choices,
+    choice_questions,
+    wording,
+    write_rexvqa,
+)
 from medvl.phantom.population.findings import truth_labels
 from medvl.phantom.population.world import World
 
@@ -65,3 +75,33 @@ def test_answers_are_true():
             word = answer.split(" ")[0]
             kinds = {"laterality": found[label].side, "severity": found[label].severity}
             assert word == kinds[question.kind]
+
+
+def test_wordings_change_the_question_alone():
+    rows, _ = candidates(60)
+    texts: defaultdict[str, set[str]] = defaultdict(set)
+    for _, name, question in rows:
+        assert wording(question, name, 1) == question.question
+        text = wording(question, name, MOST_FORMS)
+        texts[question.question].add(text)
+        assert text == wording(question, name, MOST_FORMS)
+        if question.kind != "presence":
+            assert question.options[-1].removeprefix("no ") in text
+    assert {len(each) for each in texts.values()} == {MOST_FORMS}
+    every = [text for each in texts.values() for text in each]
+    assert len(set(every)) == len(every)  # no wording is of two questions
+
+
+def test_the_layout_has_the_chosen_number_of_wordings(tmp_path):
+    arguments = {"patients": 8, "seed": 3, "size": 32, "workers": 1}
+    found = []
+    for forms in (1, 3):
+        root = write_rexvqa(tmp_path / str(forms), forms=forms, **arguments)
+        found.append(json.loads((root / "metadata/train_vqa_data.json").read_text()))
+    one, three = found
+    assert one.keys() == three.keys()
+    same = [{k: v for k, v in each.items() if k != "question"} for each in one.values()]
+    assert same == [{k: v for k, v in each.items() if k != "question"} for each in three.values()]
+    assert sum(one[key]["question"] != three[key]["question"] for key in one) > len(one) / 3
+    with raises(ConfigError, "out_of_range", "forms"):
+        write_rexvqa(tmp_path / "none", forms=0)

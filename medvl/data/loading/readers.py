@@ -156,11 +156,12 @@ def reads_prior(inputs: Inputs) -> bool:
 def positions_of_priors(source: Source, inputs: Inputs, train: bool) -> NDArray[np.int64] | None:
     """Return the position of each sample's prior one, for models that read its image or report.
 
+    Sources with `prior_pixels` know the prior images themselves, and have no prior reports.
+
     Raises ConfigError where no sample has one; a model that writes behind a prompt also reads
     studies without.
     """
-    needs_image = inputs.prior_image and not hasattr(source, "prior_pixels")
-    if not needs_image and not reads_prior(inputs):
+    if hasattr(source, "prior_pixels") or not (inputs.prior_image or reads_prior(inputs)):
         return None
     prior_N = prior_positions(source)
     if (prior_N == NO_PRIOR).all():

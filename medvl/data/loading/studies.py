@@ -219,6 +219,7 @@ class QuestionSource:
 
     Attributes:
         questions: the questions with the positions of their images.
+        reads_earlier: whether it finds earlier images.
         image_keys: image key of each question; questions about one image are adjacent.
 
     Raises:
@@ -236,9 +237,13 @@ class QuestionSource:
         earlier: bool = False,
     ) -> None:
         self.source = source
+        self.reads_earlier = earlier
         self._prior_N = prior_positions(source) if earlier else None
         if self._prior_N is not None and (self._prior_N == NO_PRIOR).all():
-            message = f"{source.folder}: no image has an earlier one; leave earlier_image out"
+            message = (
+                f"{source.folder}: no image has an earlier one; leave earlier_image, or prior of a "
+                f"writer, out"
+            )
             raise ConfigError(message, "unsupported", field="earlier_image")
         self.split = split
         self.normalize = normalize
@@ -346,12 +351,15 @@ class AnswerSource(QuestionSource):
         letters: list the options in the question, and answer with the letter of the right one. Each
             question is a sample in every cyclic order of its options, so that all letters are right
             equally often. Questions without options, or with several right ones, are left out.
+        earlier: see `QuestionSource`.
 
-    Raises CorpusError without a question of that split.
+    Raises CorpusError without a question of that split, ConfigError as `QuestionSource`.
     """
 
-    def __init__(self, source: ShardSource, split: str, *, letters: bool = False) -> None:
-        super().__init__(source, split, (), _as_written)
+    def __init__(
+        self, source: ShardSource, split: str, *, letters: bool = False, earlier: bool = False
+    ) -> None:
+        super().__init__(source, split, (), _as_written, earlier=earlier)
         self._letters = letters
         if not letters:
             return

@@ -13,7 +13,8 @@ Protocol "vqa"; a `VQAProtocol` gives the rules for comparing answers and the ve
   generates answers.
 * Controls (`medvl.eval.vqa.controls`) are answers of the same model without the image, with another
   patient's, or to the question in other words. Their accuracy has the subgroup "control: ...", and
-  "gain_over_text_only" is the headline.
+  "gain_over_text_only" is the headline. Of a model that also reads the patient's earlier image,
+  "gain_over_one_image" is the gain over the answers without it.
 * Answers to questions about the difference between two images are texts as well: "corpus_bleu_4",
   "mean_rouge_l" and the other metrics of `medvl.eval.report_generation.metrics`, of the model, its
   controls and the question-only baseline, have the target "difference".
@@ -31,13 +32,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from medvl.data.annotations import Question
+from medvl.data.annotations import DIFFERENCE, Question
 from medvl.data.reports.cleaning import swap_laterality
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure
 from medvl.eval.core.results import Results, at_items, format_table, format_value
 from medvl.eval.report_generation.metrics import overlap_metrics
-from medvl.eval.vqa.controls import CONTROLS, GAIN_OVER_TEXT_ONLY, TEXT_ONLY, control_of
+from medvl.eval.vqa.controls import CONTROLS, GAINS, control_of
 from medvl.eval.vqa.predictions import QUESTION_ONLY, Predictions, VQAData, baselines
 from medvl.eval.vqa.protocol import (
     PROTOCOL,
@@ -53,8 +54,6 @@ MODEL = "model"
 ACCURACY = "accuracy"
 GAIN = "gain_over_question_only"
 CEILING = "ceiling"
-DIFFERENCE = "difference"
-"""Kind of the questions about two images of a patient (Medical-Diff-VQA)."""
 TYPES = ("overall", "closed", "open")
 """Targets of the rows over all questions, and over those of each answer type."""
 
@@ -79,7 +78,7 @@ class VQAResult:
         """Return a text table of the systems by overall, closed and open, and one by question
         type and organ.
         """
-        metrics = (CEILING, GAIN, GAIN_OVER_TEXT_ONLY)
+        metrics = (CEILING, GAIN, *GAINS.values())
         others = [row for row in self.results.rows if row.metric in metrics and row.target in TYPES]
         top = [
             dataclasses.replace(row, metric=row.target, target=system, subgroup="")
@@ -246,9 +245,10 @@ def _metric_groups(
     ]
     if MODEL in credits:
         values.append((GAIN, credits[MODEL] - credits[QUESTION_ONLY], types, ""))
-        if TEXT_ONLY in credits:
-            gain_N = credits[MODEL] - credits[TEXT_ONLY]
-            values.append((GAIN_OVER_TEXT_ONLY, gain_N, types | by_attribute, ""))
+        for control, gain in GAINS.items():
+            if control in credits:
+                gain_N = credits[MODEL] - credits[control]
+                values.append((gain, gain_N, types | by_attribute, ""))
     values.append((CEILING, ceiling_N, types, ""))
     groups = [masked_means(*one) for one in values]
     for system in (MODEL, *CONTROLS, QUESTION_ONLY):

@@ -15,8 +15,8 @@ Questions with one right option:
   "accuracy_by_letter" has the mean over the right letters, and each of them.
 * The rows of `medvl.eval.vqa.controls` follow, with the same resamples, and "gain_over_text_only",
   the headline. "options_shuffled" is the mean accuracy of seeded orders of the options, and
-  "agreement" the share of questions whose chosen option is the same in all orders. A score that
-  sees one option at a time does not depend on their order.
+  "agreement" the share of questions whose chosen option is the same in all orders, both without
+  the subtraction. A score that sees one option at a time does not depend on their order.
 * Calibration of p, the softmax of an item's scores times the model's own scale: "choice_ece" is the
   expected calibration error of the highest p over 15 bins, "choice_brier" the mean of the sum of
   (p - right)^2 over the options. With validation questions, the subgroup "temperature scaled" has
@@ -159,7 +159,7 @@ def _single_metrics(lines: Lines, config: Mapping[str, Any]) -> list[MetricGroup
             {name: credits(name) for name in CONTROLS if name in lines[0]["scores"]},
             overall | of_kind | masks,
         ),
-        _shuffle_metrics(lines, main_N, length, less),
+        _shuffle_metrics(lines, main_N, length),
         masked_means("unanswered", unanswered_N, overall),
         *_calibration(lines, main_N, config),
     ]
@@ -199,8 +199,10 @@ def _without_first(group: MetricGroup) -> MetricGroup:
     return MetricGroup(group.rows[1:], lambda counts_NR: group.statistic(counts_NR)[:, 1:])
 
 
-def _shuffle_metrics(lines: Lines, main_N: Array, length: str, less: bool) -> MetricGroup:
-    """Return the accuracy and the agreement over orders of the options."""
+def _shuffle_metrics(lines: Lines, main_N: Array, length: str) -> MetricGroup:
+    """Return the accuracy and the agreement over orders of the options. Scores with the mean image
+    are of one order, so they are not subtracted here.
+    """
     credit_N = main_N.copy()
     agree_N = np.ones(len(lines))
     for place, line in enumerate(lines):
@@ -208,8 +210,8 @@ def _shuffle_metrics(lines: Lines, main_N: Array, length: str, less: bool) -> Me
         if shuffled:
             every = [normalized_scores(entry, length) for entry in shuffled]
             credit_N[place] = np.mean([share_of_right(s, line["right"]) for s in every])
+            every.append(normalized_scores(line["scores"][MAIN], length))
             chosen = {int(np.argmax(np.nan_to_num(s, nan=-np.inf))) for s in every}
-            chosen.add(int(np.argmax(np.nan_to_num(final_scores(line, MAIN, length, less)))))
             agree_N[place] = float(len(chosen) == 1)
     return mean_metrics(SHUFFLED, np.stack([credit_N, agree_N], axis=1), [ACCURACY, "agreement"])
 

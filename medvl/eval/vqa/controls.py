@@ -6,8 +6,11 @@
 * "image_swapped": the image is that of another patient, of the same view and sex where there is
   one; a seeded circle over the images.
 * "question_reworded": the question is asked in other words (`reword_question`).
+* "earlier_removed": the patient's earlier image is missing, of models that read it.
+* "earlier_swapped": the earlier image is another patient's, chosen as for "image_swapped".
 
-A model that reads images loses in the first three of them, and not in the last.
+A model that reads images loses in all of them but "question_reworded". Differences between two
+images need both.
 
 Shape letters: N questions, I images.
 """
@@ -33,7 +36,9 @@ TEXT_ONLY = "text_only"
 NOISE = "noise"
 SWAPPED = "image_swapped"
 REWORDED = "question_reworded"
-CONTROLS = (TEXT_ONLY, NOISE, SWAPPED, REWORDED)
+EARLIER_REMOVED = "earlier_removed"
+EARLIER_SWAPPED = "earlier_swapped"
+CONTROLS = (TEXT_ONLY, NOISE, SWAPPED, REWORDED, EARLIER_REMOVED, EARLIER_SWAPPED)
 """Names of the controls, in the order of tables."""
 NO_CONTROLS = "none"
 """Name, alone, for an evaluation without controls."""
@@ -42,9 +47,18 @@ TITLES: Mapping[str, str] = {
     NOISE: "Noise for an image",
     SWAPPED: "Image of another patient",
     REWORDED: "Question in other words",
+    EARLIER_REMOVED: "Without the earlier image",
+    EARLIER_SWAPPED: "Earlier image of another patient",
 }
 GAIN_OVER_TEXT_ONLY = "gain_over_text_only"
 """Metric: accuracy less that of the text only, paired; the headline of an evaluation."""
+GAIN_OVER_ONE_IMAGE = "gain_over_one_image"
+"""Metric: accuracy less that without the earlier image, paired."""
+GAINS: Mapping[str, str] = {
+    TEXT_ONLY: GAIN_OVER_TEXT_ONLY,
+    EARLIER_REMOVED: GAIN_OVER_ONE_IMAGE,
+}
+"""Control -> metric of the gain over it."""
 
 _SIDE = 256
 _MOST_IMAGES = 256
@@ -64,6 +78,9 @@ class ControlledQuestions:
         questions: the questions.
         pixels: one image for all questions; None: those of the source.
         image_of: position of the image of each image of the source; None: its own.
+        earlier_of: position of the image whose earlier image each image of the source has; None:
+            that of `image_of`.
+        without_earlier: leave the earlier images out.
         reword: writer of a question in other words; None: as they are.
     """
 
@@ -73,16 +90,21 @@ class ControlledQuestions:
         *,
         pixels: Pixels | None = None,
         image_of: Sequence[int] | None = None,
+        earlier_of: Sequence[int] | None = None,
+        without_earlier: bool = False,
         reword: Callable[[str], str] | None = None,
     ) -> None:
         self.source = questions.source
         self.questions = questions.questions
         self.label_names = questions.label_names
         self.fingerprint = questions.fingerprint
+        self.reads_earlier = questions.reads_earlier
         self.region_manifest: RegionManifest | None = questions.region_manifest
         self._questions = questions
         self._pixels = pixels
         self._image_of = image_of
+        self._earlier_of = image_of if earlier_of is None else earlier_of
+        self._without_earlier = without_earlier
         self._reword = reword
         self.image_keys = tuple(self._image_key(position) for position in range(len(self)))
 
@@ -110,12 +132,14 @@ class ControlledQuestions:
         return self._pixels
 
     def prior_pixels(self, position: int, color: bool | None = None) -> Pixels | None:
-        """Return the earlier image of the control: that of the same patient as the image, else
-        none. Raises ImageError or ShardError.
+        """Return the earlier image of the control, None where it has none. Raises ImageError or
+        ShardError.
         """
-        if self._pixels is not None:
+        if self._pixels is not None or self._without_earlier:
             return None
-        return self._questions.prior_of_image(self._image(position), color)
+        image = self.questions[position].image
+        place = image if self._earlier_of is None else int(self._earlier_of[image])
+        return self._questions.prior_of_image(place, color)
 
     def regions(self, position: int) -> Regions:
         """Return the regions of the image of the control. Raises ImageError or ShardError."""
@@ -151,7 +175,7 @@ def control_sources(
     """Return the chosen controls that a source of questions allows, by name.
 
     A source with the regions of a detector has neither a mean image nor noise; one patient alone
-    has no other patient's image.
+    has no other patient's image. The controls of earlier images are of sources that read these.
 
     Args:
         questions: the evaluated questions.
@@ -168,12 +192,17 @@ def control_sources(
         rng = np.random.default_rng(seed)
         noise = rng.integers(0, 256, (_SIDE, _SIDE), dtype=np.uint8)
         sources[NOISE] = ControlledQuestions(questions, pixels=noise)
-    if SWAPPED in names:
+    swapped = None
+    if SWAPPED in names or EARLIER_SWAPPED in names:
         swapped = swapped_images(questions.source, questions.questions, seed)
-        if swapped is not None:
-            sources[SWAPPED] = ControlledQuestions(questions, image_of=swapped)
+    if SWAPPED in names and swapped is not None:
+        sources[SWAPPED] = ControlledQuestions(questions, image_of=swapped)
     if REWORDED in names:
         sources[REWORDED] = ControlledQuestions(questions, reword=reword_question)
+    if EARLIER_REMOVED in names and questions.reads_earlier:
+        sources[EARLIER_REMOVED] = ControlledQuestions(questions, without_earlier=True)
+    if EARLIER_SWAPPED in names and questions.reads_earlier and swapped is not None:
+        sources[EARLIER_SWAPPED] = ControlledQuestions(questions, earlier_of=swapped)
     return sources
 
 
@@ -286,7 +315,8 @@ def control_metrics(
     controls: Mapping[str, NDArray[np.float64]],
     masks: Mapping[str, NDArray[np.bool_]],
 ) -> list[MetricGroup]:
-    """Return the mean credit of each control, and the gains over the text only, within each mask.
+    """Return the mean credit of each control, and the gains over those of `GAINS`, within each
+    mask.
 
     Args:
         metric: name of the mean credit.
@@ -301,6 +331,7 @@ def control_metrics(
         return mean_metrics(metric, values_NK, list(masks), subgroup=subgroup)
 
     groups = [group(metric, credit_N, control_of(name)) for name, credit_N in controls.items()]
-    if TEXT_ONLY in controls:
-        groups.append(group(GAIN_OVER_TEXT_ONLY, main_N - controls[TEXT_ONLY]))
+    groups += [
+        group(gain, main_N - controls[name]) for name, gain in GAINS.items() if name in controls
+    ]
     return groups

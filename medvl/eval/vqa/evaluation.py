@@ -10,9 +10,14 @@ from typing import Literal, cast
 import numpy as np
 
 from medvl.common.files import sha256
-from medvl.data.annotations import Question
+from medvl.data.annotations import DIFFERENCE, Question
 from medvl.data.loading.sources import Source, color_for
-from medvl.data.loading.studies import QuestionSource, questions_in_split
+from medvl.data.loading.studies import (
+    NO_PRIOR,
+    QuestionSource,
+    prior_positions,
+    questions_in_split,
+)
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow
@@ -59,7 +64,9 @@ from medvl.eval.vqa.accuracy import (
 )
 from medvl.eval.vqa.controls import (
     CONTROLS,
+    GAIN_OVER_ONE_IMAGE,
     GAIN_OVER_TEXT_ONLY,
+    GAINS,
     SWAPPED,
     TEXT_ONLY,
     TITLES,
@@ -72,6 +79,7 @@ from medvl.eval.vqa.predictions import (
     QUESTION_ONLY,
     Predictions,
     QuestionLoader,
+    WrittenAnswers,
     answer_questions,
     model_vocabulary,
     question_data,
@@ -80,6 +88,7 @@ from medvl.eval.vqa.predictions import (
 from medvl.eval.vqa.protocol import AnswerVocabulary, VQAProtocol, get_protocol
 from medvl.models.downstream.vqa.model import VQA
 from medvl.models.fusion_encoders.bases.base import FusionModel
+from medvl.models.report_generators.causal_lm import CausalLM
 
 _NAMES: Mapping[str, str] = {
     MODEL: "Model",
@@ -175,6 +184,7 @@ def _headlines(result: VQAResult) -> list[tuple[str, str, str]]:
     ]
     names.insert(0, ("Gain over text only", (GAIN_OVER_TEXT_ONLY, "overall", "")))
     names.append(("Gain over the question-only model", (GAIN, "overall", "")))
+    names.append(("Gain over one image", (GAIN_OVER_ONE_IMAGE, "overall", "")))
     return [
         headline(title, rows[name])
         for title, name in names
@@ -266,7 +276,7 @@ def _group_table(result: VQAResult) -> list[Table]:
     shown = _shown(result)
     if not groups:
         return []
-    hidden = {shown, *CONTROLS} - {TEXT_ONLY}
+    hidden = {shown, *CONTROLS} - {*GAINS}
     others = [system for system in result.systems if system not in hidden]
     lines: list[list[Cell | str]] = []
     for group in groups:
@@ -379,7 +389,9 @@ class QuestionAnswering(Evaluation):
     data: Path
     """folder of shards with questions"""
     checkpoint: Path | None = None
-    """folder of a checkpoint of recipes/vqa_finetune.py"""
+    """folder of a checkpoint of recipes/vqa_finetune.py, or of a causal language model that was
+    trained on questions
+    """
     predictions: Path | None = None
     """answers of another system instead of a checkpoint: JSON lines with id, answer and optional
     score; samples of lmms-eval; or results.json of MedEvalKit
@@ -404,8 +416,9 @@ class QuestionAnswering(Evaluation):
     examples: int = 6
     """correct and wrong answers on the page, per closed and open question type"""
     controls: tuple[str, ...] = CONTROLS
-    """controls of a checkpoint to run: text_only, noise, image_swapped and question_reworded, each
-    of which takes as long as the questions themselves; none for no control
+    """controls of a checkpoint to run: text_only, noise, image_swapped, question_reworded and, of
+    models of two images, earlier_removed and earlier_swapped. Each takes as long as the questions
+    themselves; none for no control
     """
     seed: int = 0
     """seed of swapped images and noise"""
@@ -417,6 +430,9 @@ class QuestionAnswering(Evaluation):
         if self.checkpoint is not None and self.predictions is not None:
             message = "give one of --checkpoint and --predictions"
             raise ConfigError(message, "conflict", field="checkpoint")
+        if self.control_predictions and self.predictions is None:
+            message = "--control-predictions needs --predictions; a checkpoint has --controls"
+            raise ConfigError(message, "conflict", field="control_predictions")
         if self.checkpoint is None and self.predictions is None:
             if self.export is None:
                 message = "give one of --checkpoint, --predictions and --export"
@@ -472,34 +488,38 @@ class QuestionAnswering(Evaluation):
     def _from_checkpoint(
         self, checkpoint: Path, shards: ShardSource, rules: VQAProtocol, setup: Setup
     ) -> _Answers:
-        advice = "fine-tune it with recipes/vqa_finetune.py"
-        model: VQA = setup.model(checkpoint, (VQA,), advice)
+        advice = "fine-tune it with recipes/vqa_finetune.py, or causal_lm_mimic.py questions"
+        model: VQA | CausalLM = setup.model(checkpoint, (VQA, CausalLM), advice)
+        # The other views of a writer are those of a study, which questions share.
+        inputs = dataclasses.replace(model.inputs, other_views=0)
         source = QuestionSource(
             shards,
             self.split,
-            model.config.answers,
+            () if isinstance(model, CausalLM) else model.config.answers,
             rules.normalize,
-            earlier=model.config.earlier_image,
+            earlier=inputs.prior_image,
         )
         train = shards if self.train is None else ShardSource(self.train)
         color = color_for(shards, model.transform)
 
         def answers(of: Source) -> Predictions:
-            loader = setup.loader(of, model, sections=("question",), inputs=model.inputs)
-            return answer_questions(model, cast("QuestionLoader", loader))
+            loader = setup.loader(of, model, sections=("question",), inputs=inputs)
+            answering = WrittenAnswers(model) if isinstance(model, CausalLM) else model
+            return answer_questions(answering, cast("QuestionLoader", loader))
 
         controls = control_sources(
             source, train, color=color, seed=self.seed, names=check_controls(self.controls)
         )
+        name = model.name if isinstance(model, CausalLM) else model.fusion_model.name
         return _Answers(
             predictions=answers(source),
             controls={name: answers(each) for name, each in controls.items()},
-            name=f"{model.fusion_model.name} ({checkpoint})",
+            name=f"{name} ({checkpoint})",
             inputs={"checkpoint": checkpoint_sha256(checkpoint)},
-            vocabulary=model_vocabulary(model, rules),
-            # attention maps are of one image
+            vocabulary=None if isinstance(model, CausalLM) else model_vocabulary(model, rules),
+            # attention maps are of one image, and of fusion-encoders
             explain=None
-            if model.config.earlier_image
+            if isinstance(model, CausalLM) or model.config.earlier_image
             else functools.partial(explain, model, source),
         )
 
@@ -529,7 +549,9 @@ class QuestionAnswering(Evaluation):
         return files
 
     def _export(self, shards: ShardSource, folder: Path) -> None:
-        source = QuestionSource(shards, self.split, (), str)
+        kinds = {each.question.kind for each in questions_in_split(shards, self.split)}
+        earlier = DIFFERENCE in kinds and bool((prior_positions(shards) != NO_PRIOR).any())
+        source = QuestionSource(shards, self.split, (), str, earlier=earlier)
         train = shards if self.train is None else ShardSource(self.train)
         controls = control_sources(
             source, train, color=True, seed=self.seed, names=(TEXT_ONLY, SWAPPED)
@@ -539,12 +561,12 @@ class QuestionAnswering(Evaluation):
 
     @staticmethod
     def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:
-        """Return the accuracy, and the gains over text only and over the question alone, by type of
-        question.
+        """Return the accuracy, and the gains over the controls of `GAINS` and over the question
+        alone, by type of question.
         """
-        credit_N, floor_N, text_only_N = (
+        credit_N, floor_N, *control_KN = (
             np.array([number(line.get(f"{system}_credit")) for line in lines])
-            for system in (MODEL, QUESTION_ONLY, TEXT_ONLY)
+            for system in (MODEL, QUESTION_ONLY, *GAINS)
         )
         types = type_masks(np.array([bool(line["closed"]) for line in lines]))
         masks = types | attribute_masks([Question.from_json(line) for line in lines])
@@ -552,8 +574,9 @@ class QuestionAnswering(Evaluation):
         if all(MODEL in line for line in lines):
             questions = [Question.from_json(line) for line in lines]
             groups += difference_metrics(questions, [str(line[MODEL] or "") for line in lines])
-        if not np.isnan(text_only_N).all():
-            groups.append(masked_means(GAIN_OVER_TEXT_ONLY, credit_N - text_only_N, masks))
+        for gain, control_N in zip(GAINS.values(), control_KN, strict=True):
+            if not np.isnan(control_N).all():
+                groups.append(masked_means(gain, credit_N - control_N, masks))
         if np.isnan(floor_N).all():
             return groups
         return [*groups, masked_means(GAIN, credit_N - floor_N, types)]

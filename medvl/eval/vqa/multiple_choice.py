@@ -6,7 +6,7 @@ each kind of system.
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from medvl.eval.vqa.choice_metrics import (
 )
 from medvl.eval.vqa.controls import (
     CONTROLS,
+    GAIN_OVER_ONE_IMAGE,
     GAIN_OVER_TEXT_ONLY,
     SWAPPED,
     TEXT_ONLY,
@@ -65,6 +66,7 @@ from medvl.eval.vqa.predictions import question_data
 from medvl.eval.vqa.protocol import get_protocol
 from medvl.models import VQA, DualEncoder, FusionModel, ReportGenerator
 from medvl.models.base import System, evaluating
+from medvl.models.report_generators.causal_lm import CausalLM
 from medvl.schema import Inputs
 
 PROTOCOL = "multiple_choice"
@@ -133,6 +135,34 @@ def _in_order(
                              for part in each))
         for name, each in scores.items()
     }  # fmt: skip
+
+
+def cyclic_scores(
+    score: Callable[[Mapping[str, Sequence[str]]], Mapping[str, OptionScores]],
+    options: Mapping[str, Sequence[str]],
+) -> dict[str, OptionScores]:
+    """Return question id -> the logarithm of each option's probability among the options, its mean
+    over their cyclic orders.
+
+    Each option then has had every letter, so that a preference for a letter counts for all equally.
+
+    Args:
+        score: function from the options of the questions, in an order, to their scores.
+        options: question id -> options.
+    """
+    totals: dict[str, Any] = {}
+    for turn in range(max(map(len, options.values()))):
+        order = {
+            name: [(place + turn) % len(several) for place in range(len(several))]
+            for name, several in options.items()
+        }
+        found = _in_order(score(_reordered(options, order)), order)
+        for name, each in found.items():
+            if turn < len(options[name]):
+                values_O = np.asarray(each.scores, np.float64)
+                log_O = values_O - np.logaddexp.reduce(values_O)
+                totals[name] = totals.get(name, 0.0) + log_O / len(values_O)
+    return {name: OptionScores(total_O.tolist()) for name, total_O in totals.items()}
 
 
 def _entry(scores: OptionScores) -> dict[str, Any]:
@@ -228,9 +258,14 @@ class MultipleChoice(ModelEvaluation):
     """compare log-probabilities as sums, by token or by character"""
     less_text_only: bool = False
     """subtract the score of each option with the mean image"""
+    cyclic: bool = False
+    """average the score letter over the cyclic orders of the options, so that preferences for a
+    letter cancel; takes as many times as long as there are options
+    """
     controls: tuple[str, ...] = CONTROLS
-    """controls to run: text_only, noise, image_swapped and question_reworded, each of which takes
-    as long as the questions themselves; none for no control
+    """controls to run: text_only, noise, image_swapped, question_reworded and, of models of two
+    images, earlier_removed and earlier_swapped. Each takes as long as the questions themselves;
+    none for no control
     """
     valid: Path | None = None
     """folder of shards of other patients with questions, on which the temperature of the
@@ -249,7 +284,10 @@ class MultipleChoice(ModelEvaluation):
         names = check_controls(self.controls)
         templates = Templates() if self.templates is None else Templates.read(self.templates)
         scorer = option_scorer(model, templates, get_protocol("medvl"), self.score)
-        earlier = isinstance(model, VQA) and model.config.earlier_image
+        if self.cyclic and not scorer.sees_all_options:
+            message = f"--cyclic is for the score letter; {scorer.name} does not depend on orders"
+            raise ConfigError(message, "conflict", field="cyclic")
+        earlier = isinstance(model, VQA | CausalLM) and model.inputs.prior_image
         train = source if self.train is None else ShardSource(self.train)
         color = color_for(source, model.transform)
 
@@ -262,8 +300,12 @@ class MultipleChoice(ModelEvaluation):
             if order is not None:
                 options = _reordered(options, order)
             inputs = Inputs(prior_image=earlier)
-            loader = setup.loader(of, model, sections=("question",), inputs=inputs)
-            return score_questions(scorer, model, loader, options)
+
+            def score(options: Mapping[str, Sequence[str]]) -> dict[str, OptionScores]:
+                loader = setup.loader(of, model, sections=("question",), inputs=inputs)
+                return score_questions(scorer, model, loader, options)
+
+            return cyclic_scores(score, options) if self.cyclic else score(options)
 
         def control_scores(questions: ChoiceSource, names: Sequence[str]) -> _Scores:
             controls = control_sources(questions, train, color=color, seed=self.seed, names=names)
@@ -280,6 +322,7 @@ class MultipleChoice(ModelEvaluation):
             "score": scorer.name,
             "length": self.length,
             "less_text_only": self.less_text_only,
+            "cyclic": self.cyclic,
             "templates": templates.by_kind if scorer.name in ("statement", "matching") else None,
             "split": self.split,
             "scale": scorer.scale,
@@ -337,6 +380,7 @@ class MultipleChoice(ModelEvaluation):
     def main_rows(self, results: Results) -> list[tuple[str, MetricRow]]:
         named = {
             "Gain over text only": (GAIN_OVER_TEXT_ONLY, "overall"),
+            "Gain over one image": (GAIN_OVER_ONE_IMAGE, "overall"),
             "Accuracy": (ACCURACY, "overall"),
             "Exact, of several right options": (SEVERAL, "exact_count"),
         }

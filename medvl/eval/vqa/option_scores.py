@@ -17,6 +17,7 @@ Shape letters: B questions of a batch, N images of a batch, Q pairs, M distinct 
 
 import abc
 import dataclasses
+import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
@@ -71,11 +72,7 @@ class Templates:
     def __init__(self, by_kind: Mapping[str, Sequence[str]] | None = None) -> None:
         self.by_kind = {"": TEMPLATES, **{k: tuple(v) for k, v in (by_kind or {}).items()}}
         for template in (each for templates in self.by_kind.values() for each in templates):
-            try:
-                given = template.format(question="", option="\0")
-            except (KeyError, IndexError, ValueError):
-                given = ""
-            if "\0" not in given:
+            if not {"option"} <= _fields(template) <= {"option", "question"}:
                 message = f"expected a template with {{option}} and {{question}}, got {template!r}"
                 raise ConfigError(message, "malformed", field="templates")
 
@@ -94,6 +91,16 @@ class Templates:
         """Return the statements of an option."""
         templates = self.by_kind.get(question.kind, self.by_kind[""])
         return [each.format(question=question.question, option=option) for each in templates]
+
+
+def _fields(template: str) -> set[str]:
+    """Return the names in braces of a template; none where it is malformed, or formats them."""
+    try:
+        parts = [part[1:] for part in string.Formatter().parse(template) if part[1] is not None]
+    except ValueError:
+        return set()
+    plain = all(not form and conversion is None for _, form, conversion in parts)
+    return {str(name) for name, *_ in parts} if plain else set()
 
 
 class OptionScorer(abc.ABC):

@@ -35,7 +35,7 @@ from medvl.common.config_io import check_choice
 from medvl.common.files import write_atomic
 from medvl.common.text_files import read_json_objects
 from medvl.common.untrusted import read_json
-from medvl.data.annotations import LETTERS, Question
+from medvl.data.annotations import DIFFERENCE, LETTERS, Question
 from medvl.data.images.codecs import encode_png
 from medvl.errors import EvaluationError
 from medvl.eval.vqa.predictions import Prediction, Predictions, read_predictions
@@ -223,12 +223,14 @@ _UTILS = '''"""Images and prompts of the questions that medvl exported, for lmms
 
 
 def doc_to_visual(doc):
-    return [doc["image"].convert("RGB")]
+    images = [doc.get("earlier_image"), doc["image"]]
+    return [image.convert("RGB") for image in images if image is not None]
 
 
 def doc_to_text(doc, lmms_eval_specific_kwargs=None):
     return doc["prompt"]
 '''
+_TWO_IMAGES = "The first image is the earlier one, the reference image."
 _TEXTS = (
     "question_id", "question", "answer", "answer_type", "kind", "category", "prompt"
 )  # fmt: skip
@@ -246,6 +248,9 @@ def export_questions(sources: Mapping[str, Any], folder: Path, name: str) -> Non
     """Write questions with their images as a data set of the hub, and a task of lmms-eval for each
     split.
 
+    Of sources that read earlier images, questions about a difference have `earlier_image` as well,
+    which is shown first.
+
     Args:
         sources: split -> `QuestionSource` or `ControlledQuestions`: test, and its controls.
         folder: output: `data/SPLIT-00000-of-00001.parquet`, `utils.py`, `NAME_SPLIT.yaml`.
@@ -254,11 +259,12 @@ def export_questions(sources: Mapping[str, Any], folder: Path, name: str) -> Non
     (folder / "data").mkdir(parents=True, exist_ok=True)
     for split, source in sources.items():
         path = folder / "data" / f"{split}-00000-of-00001.parquet"
-        with pyarrow.parquet.ParquetWriter(path, _schema()) as writer:
+        schema = _schema(earlier=source.reads_earlier)
+        with pyarrow.parquet.ParquetWriter(path, schema) as writer:
             for start in range(0, len(source), _ROWS):
                 stop = min(start + _ROWS, len(source))
                 rows = [_row(source, place) for place in range(start, stop)]
-                writer.write_table(pyarrow.Table.from_pylist(rows, schema=_schema()))
+                writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
         task = f"{name}_{split}"
         text = _TASK.format(folder=json.dumps(str(folder.absolute())), name=task, split=split)
         write_atomic(folder / f"{task}.yaml", text.encode())
@@ -268,8 +274,15 @@ def export_questions(sources: Mapping[str, Any], folder: Path, name: str) -> Non
 def _row(source: Any, place: int) -> dict[str, Any]:
     question: Question = source.questions[place].question
     text = source.sample(place).sections["question"]
+    prompt = prompt_of(question, text)
+    earlier = None
+    if source.reads_earlier and question.kind == DIFFERENCE:
+        earlier = source.prior_pixels(place, True)
+    if earlier is not None:
+        prompt = f"{_TWO_IMAGES}\n{prompt}"
     return {
-        "image": {"bytes": encode_png(source.pixels(place, True)), "path": None},
+        "image": _image(source.pixels(place, True)),
+        "earlier_image": None if earlier is None else _image(earlier),
         "question_id": question.id,
         "question": text,
         "answer": question.answer,
@@ -277,17 +290,23 @@ def _row(source: Any, place: int) -> dict[str, Any]:
         "kind": question.kind,
         "category": question.category,
         "options": list(question.options),
-        "prompt": prompt_of(question, text),
+        "prompt": prompt,
     }
 
 
-def _schema() -> Any:
+def _image(pixels: Any) -> dict[str, Any]:
+    return {"bytes": encode_png(pixels), "path": None}
+
+
+def _schema(*, earlier: bool) -> Any:
     """Return the schema, whose metadata make `datasets` decode the images."""
     image = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
-    fields = [("image", image), *((text, pyarrow.string()) for text in _TEXTS)]
+    images = ("image", "earlier_image") if earlier else ("image",)
+    fields = [(name, image) for name in images] + [(text, pyarrow.string()) for text in _TEXTS]
     fields.append(("options", pyarrow.list_(pyarrow.string())))
     value = {"dtype": "string", "_type": "Value"}
-    features: dict[str, Any] = {"image": {"_type": "Image"}, **dict.fromkeys(_TEXTS, value)}
+    features: dict[str, Any] = {name: {"_type": "Image"} for name in images}
+    features |= dict.fromkeys(_TEXTS, value)
     features["options"] = {"feature": value, "_type": "Sequence"}
     content = json.dumps({"info": {"features": features}})
     return pyarrow.schema(fields, metadata={"huggingface": content})

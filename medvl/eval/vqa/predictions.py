@@ -27,6 +27,8 @@ from medvl.eval.core.metric_rows import subgroups_of
 from medvl.eval.vqa.protocol import PROTOCOL, AnswerVocabulary, VQAProtocol, get_protocol
 from medvl.models.base import evaluating
 from medvl.models.downstream.vqa.model import VQA, AnswerPredictions
+from medvl.models.report_generators.causal_lm import CausalLM
+from medvl.models.text_decoding import Decoding
 from medvl.schema import Batch, Sample
 
 
@@ -200,6 +202,21 @@ class AnswerModel(Protocol):
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Return all parameters, as in torch."""
+
+
+class WrittenAnswers:
+    """Answers that a causal language model writes behind the prompts of a batch, greedily."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self.model = model
+        self.modules = model.modules
+        self.parameters = model.parameters
+
+    def predict(self, batch: Batch) -> AnswerPredictions:
+        """Return an answer to each question of a batch, and its probability."""
+        written = self.model.write_reports(batch, decoding=Decoding())
+        answers = self.model.texts_of(written.ids_BT, written.mask_BT)
+        return AnswerPredictions(answers, written.score_B.float().exp())
 
 
 class QuestionLoader(Protocol):

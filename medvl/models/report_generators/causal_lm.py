@@ -338,11 +338,11 @@ class CausalLM(ReportGenerator):
             image = Tokens(self.projector(features.patches_BPD), None)
         else:
             image = self._encode(batch.image_BCHW)
-        if batch.image_of_B is not None:
-            image = image.rows(batch.image_of_B)
-        return study_images(
+        image = study_images(
             batch, image, self._encode_some, views=self.config.views, prior=self.config.prior
         )
+        # Questions that share an image share its earlier image too.
+        return image if batch.image_of_B is None else image.rows(batch.image_of_B)
 
     def _encode(self, image: Tensor) -> Tokens:
         return Tokens(self.projector(image_patches(self.image_encoder, image)), None)

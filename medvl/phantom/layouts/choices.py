@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from medvl.errors import ConfigError
 from medvl.phantom.language.lexicon import NAMES
 from medvl.phantom.language.reports import compose_report
 from medvl.phantom.layouts.tables import REX_FILES, REX_SPLITS, write_rexgradient_patient
@@ -44,13 +45,20 @@ def write_rexvqa(
     size: int = 512,
     split: tuple[float, float, float] = (0.8, 0.1, 0.1),
     workers: int | None = None,
+    forms: int = 1,
 ) -> Path:
     """Write a phantom ReXVQA: questions with four options in `metadata/`, beside the images and the
     metadata of `write_rexgradient` with the same arguments.
 
     A question lists all images of its study. Each split has a question whose answer is no letter.
-    Returns the folder.
+    With several `forms`, at most six, each question is asked in one of as many wordings; images,
+    options and answers are the same. Returns the folder.
+
+    Raises ConfigError for another number of forms.
     """
+    if not 1 <= forms <= MOST_FORMS:
+        message = f"expected 1 to {MOST_FORMS} forms, got {forms}"
+        raise ConfigError(message, "out_of_range", field="forms")
     options = Options(
         corpus="rexvqa", patients=patients, seed=seed, size=size, split=split, reports=True
     )
@@ -61,7 +69,9 @@ def write_rexvqa(
     rows = list(read_candidates(root))
     for number, asked in enumerate(balanced_choices(candidates)):
         row = rows[asked.place]
-        entries[row["split"]][f"q{number:06d}"] = _entry(row, asked.options, asked.right)
+        entry = _entry(row, asked.options, asked.right)
+        entry["question"] = wording(row["question"], row["name"], forms)
+        entries[row["split"]][f"q{number:06d}"] = entry
     for name, of_split in entries.items():
         first = next(iter(of_split.values()), None)
         if first is not None:
@@ -234,6 +244,37 @@ class ChoiceQuestion:
     """presence, laterality or severity."""
 
 
+_FORMS = {
+    "presence": (
+        "Which of these findings does the radiograph show?",
+        "What does this film demonstrate?",
+        "Choose the finding that is seen here.",
+        "Which abnormality is present in the image?",
+        "Name the finding of this study.",
+        "Which answer describes the chest?",
+    ),
+    "laterality": (
+        "Where is the {} on this radiograph, if there is any?",
+        "On which side is the {}, if it is present?",
+        "Is {} seen in the image, and on which side?",
+        "Which answer describes the place of the {}?",
+        "Name the side of the {}.",
+        "Does this film demonstrate {}, left or right?",
+    ),
+    "severity": (
+        "How severe is the {} on this radiograph, if there is any?",
+        "To which degree is the {} present?",
+        "Is {} seen in the image, and how much of it?",
+        "Which answer describes the size of the {}?",
+        "Grade the {}.",
+        "Does this film demonstrate {}, small or large?",
+    ),
+}
+"""Kind of a question -> its wordings, with {} for the finding. The first is the usual one."""
+MOST_FORMS = 6
+"""Number of wordings of each kind."""
+
+
 def choice_questions(view: View) -> Iterator[ChoiceQuestion]:
     """Yield the questions about a frontal view; none about a lateral one.
 
@@ -247,7 +288,7 @@ def choice_questions(view: View) -> Iterator[ChoiceQuestion]:
     shown = [label for label in _FINDINGS if truth[label]]
     if len(shown) == 1 and found[shown[0]].extent >= _VISIBLE_EXTENT:
         yield ChoiceQuestion(
-            question="Which of these findings does the radiograph show?",
+            question=_FORMS["presence"][0],
             options=tuple(_FINDINGS.values()),
             right=list(_FINDINGS).index(shown[0]),
             kind="presence",
@@ -265,13 +306,19 @@ def choice_questions(view: View) -> Iterator[ChoiceQuestion]:
 def _graded(value: str | None, label: str, words: tuple[str, ...], kind: str) -> ChoiceQuestion:
     """Return the question which of a finding's degrees or sides is right; None: it is absent."""
     name = NAMES[label]
-    asked = "Where is the" if kind == "laterality" else "How severe is the"
     return ChoiceQuestion(
-        question=f"{asked} {name} on this radiograph, if there is any?",
+        question=_FORMS[kind][0].format(name),
         options=(*(f"{word} {name}" for word in words), f"no {name}"),
         right=len(words) if value is None else words.index(value),
         kind=kind,
     )
+
+
+def wording(question: ChoiceQuestion, name: str, forms: int) -> str:
+    """Return the text of a question in one of its first wordings, drawn by a hash of its name."""
+    wordings = _FORMS[question.kind][:forms]
+    finding = question.options[-1].removeprefix("no ")  # of presence, a finding that is not named
+    return wordings[_hash(f"{name} form")[0] % len(wordings)].format(finding)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

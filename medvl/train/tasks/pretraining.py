@@ -471,9 +471,10 @@ def open_pairs(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
     inputs = dataclasses.replace(model.inputs, regions=True) if is_stored else model.inputs
     held_out: Any = valid
     if data.questions:
-        source = AnswerSource(train, "train", letters=data.letters)
+        reading: Any = {"letters": data.letters, "earlier": model.inputs.prior_image}
+        source = AnswerSource(train, "train", **reading)
         if valid is not None:
-            held_out = AnswerSource(valid, valid.manifest.split, letters=data.letters)
+            held_out = AnswerSource(valid, valid.manifest.split, **reading)
     if data.paired_fraction < 1 and one_a_scan(train) is not train:
         raise ConfigError(
             "scans of data.train have several volumes, of which an epoch draws one: leave "

@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from medvl.data.annotations import Question
+from medvl.data.annotations import DIFFERENCE, Question
 from medvl.eval.core.metric_rows import measure
 from medvl.eval.report_generation.metrics import overlap_metrics
-from medvl.eval.vqa.accuracy import DIFFERENCE, MODEL, VQAResult, evaluate_answers, subgroup_of
+from medvl.eval.vqa.accuracy import MODEL, VQAResult, evaluate_answers, subgroup_of
 from medvl.eval.vqa.evaluation import QuestionAnswering
 from medvl.eval.vqa.predictions import QUESTION_ONLY, Prediction, VQAData
 

@@ -38,7 +38,7 @@ from medvl.eval.vqa.controls import (
     reword_question,
     swapped_images,
 )
-from medvl.eval.vqa.multiple_choice import ChoiceSource, MultipleChoice
+from medvl.eval.vqa.multiple_choice import ChoiceSource, MultipleChoice, cyclic_scores
 from medvl.eval.vqa.option_scores import OptionScorer, OptionScores, Templates, option_scorer
 from medvl.eval.vqa.protocol import get_protocol
 from medvl.models import VQA, save
@@ -197,9 +197,11 @@ def test_letters_and_texts_of_a_causal_language_model(
 def test_scores_that_a_system_lacks_are_refused() -> None:
     with raises(ConfigError, "unsupported", "score"):
         option_scorer(make_model("convirt"), Templates(), get_protocol("medvl"), "letter")
-    for templates in (["{question}"], ["{option} {other}"], ["{option"]):
+    wrong = ("{question}", "{option} {other}", "{option", "{}", "{option[0]}", "{option.name}",
+             "{option!r}", "{option:{question}}", "option")  # fmt: skip
+    for template in wrong:
         with raises(ConfigError, "malformed", "templates"):
-            Templates({"": templates})
+            Templates({"": [template]})
 
 
 def test_ties_share_the_credit_and_unanswered_is_wrong() -> None:
@@ -256,8 +258,42 @@ def test_metrics_of_lengths_less_text_only_and_orders() -> None:
     assert metrics([both], less=True)["accuracy/overall"] == 1
     assert metrics([both])["gain_over_text_only/overall"] == 0
     assert metrics([both], less=True)["accuracy/overall (control: text_only)"] == 0.5
+    both["shuffled"] = [{"scores": [-2.0, -4.0]}]  # the subtraction is of one order alone
+    assert metrics([both], less=True)["options_shuffled/agreement"] == 1
     lost = line([None, -4], 1)
     assert metrics([lost])["unanswered/overall"] == 1
+    lost["shuffled"] = [{"scores": [None, -4.0]}]
+    assert metrics([lost])["options_shuffled/agreement"] == 1
+
+
+def test_means_over_cyclic_orders_cancel_a_preference_for_a_letter() -> None:
+    options = {"1": ["left", "right", "none"], "2": ["yes", "no"]}
+    worth = {"left": 1.0, "right": 0.5, "none": 0.0, "yes": 0.2, "no": 0.3}
+    calls = []
+
+    def score(shown: Any) -> dict[str, OptionScores]:
+        calls.append(dict(shown))
+        return {
+            name: OptionScores([worth[o] + 2 * n for n, o in enumerate(several)])
+            for name, several in shown.items()
+        }
+
+    assert int(np.argmax(score(options)["1"].scores)) == 2  # the last letter
+    calls.clear()
+    found = cyclic_scores(score, options)
+    assert [call["1"] for call in calls] == [
+        ["left", "right", "none"], ["right", "none", "left"], ["none", "left", "right"],
+    ]  # fmt: skip
+    assert [call["2"] for call in calls[:2]] == [["yes", "no"], ["no", "yes"]]
+    for name, several in options.items():
+        expected = np.zeros(len(several))
+        for turn in range(len(several)):
+            shown = np.roll(several, -turn).tolist()
+            values = np.array([worth[o] + 2 * n for n, o in enumerate(shown)])
+            log = np.log(np.exp(values) / np.exp(values).sum())
+            expected += [log[shown.index(o)] / len(several) for o in several]
+        np.testing.assert_allclose(found[name].scores, expected)
+        assert several[int(np.argmax(found[name].scores))] == max(several, key=worth.__getitem__)
 
 
 def several(scores: Sequence[float | None], *right: int, **fields: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Answers of outside models: files of harnesses, parsers of free text, and exported questions."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -7,15 +8,24 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet
 import pytest
+import torch
 from helpers.choice_shards import choice_shards
 from helpers.errors import raises
 
+import medvl
 from medvl.data.annotations import Question
 from medvl.data.images.codecs import decode_image
+from medvl.data.loading.studies import QuestionSource
+from medvl.data.shards.source import ShardSource
+from medvl.data.tokenizer.tokenizer import train_words
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import RunOptions, run_evaluation
+from medvl.eval.core.open import open_for_evaluation
+from medvl.eval.vqa.accuracy import MODEL
+from medvl.eval.vqa.controls import REWORDED
 from medvl.eval.vqa.evaluation import QuestionAnswering
 from medvl.eval.vqa.outside import parse_medevalkit, parse_option, prompt_of, read_answers
+from medvl.models import save
 
 OPTIONS = ("left lung", "right lung", "both lungs", "no finding")
 
@@ -157,6 +167,9 @@ def test_options_of_the_command_that_do_not_fit(tmp_path: Path) -> None:
     )  # fmt: skip
     with raises(ConfigError, "malformed", "control_predictions"):
         run_evaluation(wrong, options)
+    without = dataclasses.replace(wrong, predictions=None, export=tmp_path / "out")
+    with raises(ConfigError, "conflict", "control_predictions"):
+        run_evaluation(without, options)
     unknown = QuestionAnswering(
         data=shards, train=choice_shards() / "train", predictions=file, parser="other"
     )
@@ -168,3 +181,35 @@ def test_prompts_list_options() -> None:
     question = Question(id="1", question="Which?", answer="b", answer_type="closed", split="test",
         options=("a", "b"), right=(1,))  # fmt: skip
     assert prompt_of(question, "Which?").split("\n")[1:3] == ["A. a", "B. b"]
+
+
+def test_written_answers_of_a_causal_language_model_are_evaluated(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    words = ["Which image is it ? Is an Question Answer black dark grey bright yes"]
+    model: Any = medvl.create_model(
+        "causal_lm", tokenizer=train_words(words, min_frequency=1), max_tokens=4, lora_language=0,
+        image_encoder="timm:test_vit", image_arguments={"depth": 1}, image_size=32,
+        language='{"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, '
+        '"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}',
+    ).eval()  # fmt: skip
+    (tmp_path / "model").mkdir()
+    save(model, tmp_path / "model")
+    shards = choice_shards()
+    evaluation = QuestionAnswering(
+        checkpoint=tmp_path / "model", data=shards / "test", train=shards / "train",
+        controls=(REWORDED,),
+    )  # fmt: skip
+    outcome, _ = run_evaluation(evaluation, RunOptions(workers=0, resamples=5))
+    found = outcome.result.systems
+    source = QuestionSource(ShardSource(shards / "test"), "test", (), str)
+    loader = open_for_evaluation(
+        source, model.transform, model.tokenizer, batch=32, workers=0, sections=("question",)
+    )
+    [batch] = loader
+    answers = model.answer(batch.image_BCHW[batch.image_of_B], batch.texts)
+    assert [found[MODEL][q.id].answer for _, q in source.questions] == answers
+    assert len(set(answers)) > 1
+    assert all(0 <= each.score <= 1 for each in found[MODEL].values())
+    assert found[REWORDED].keys() == found[MODEL].keys()
+    results = outcome.result.results
+    assert results.config["vocabulary_size"] is None

@@ -14,7 +14,13 @@ from medvl.data.privacy import Deidentifier
 from medvl.errors import EvaluationError
 from medvl.eval import AnswerVocabulary, VQAData, VQAProtocol, evaluate_answers, read_results
 from medvl.eval.vqa.accuracy import published_protocols_table
-from medvl.eval.vqa.controls import GAIN_OVER_TEXT_ONLY, SWAPPED, TEXT_ONLY
+from medvl.eval.vqa.controls import (
+    EARLIER_REMOVED,
+    GAIN_OVER_ONE_IMAGE,
+    GAIN_OVER_TEXT_ONLY,
+    SWAPPED,
+    TEXT_ONLY,
+)
 from medvl.eval.vqa.evaluation import QuestionAnswering
 from medvl.eval.vqa.examples import example_cards
 from medvl.eval.vqa.predictions import (
@@ -203,7 +209,7 @@ def test_gain_over_question_only_is_a_paired_difference():
 def test_controls_are_rows_beside_the_model_and_the_gain_over_text_only_is_paired():
     text_only = {question.id: Prediction("yes") for question in TEST}
     swapped = {"1": Prediction("no")}
-    controls = {TEXT_ONLY: text_only, SWAPPED: swapped}
+    controls = {TEXT_ONLY: text_only, SWAPPED: swapped, EARLIER_REMOVED: swapped}
     result = evaluate_answers(DATA, GOLD, controls=controls, resamples=20)
     alone = evaluate_answers(DATA, text_only, resamples=20)
     control = row(result, "overall", subgroup="control: text_only")
@@ -222,6 +228,14 @@ def test_controls_are_rows_beside_the_model_and_the_gain_over_text_only_is_paire
         )
     }
     assert values["gain_over_text_only/overall"] == pytest.approx(gain.value)
+    right = (
+        row(result, "overall").value
+        - row(result, "overall", subgroup="control: image_swapped").value
+    )
+    one_image = row(result, "overall", GAIN_OVER_ONE_IMAGE)
+    assert values["gain_over_one_image/overall"] == pytest.approx(one_image.value)
+    assert one_image.value == pytest.approx(right)
+    assert one_image.value != pytest.approx(gain.value)
 
 
 def test_results_and_predictions_are_written_and_read(tmp_path):

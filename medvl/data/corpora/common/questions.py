@@ -197,7 +197,7 @@ def parse_answer_type(value: object, path: Path) -> AnswerType:
     return answer_type
 
 
-_LETTER = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])\s*[.:)])\s*(?=\S)")
+_LETTER = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])\s*[.:)])\s*")
 
 _RIGHT = re.compile(r"\(?([A-Z])\)?(?:[.:)]|$)")
 
@@ -205,25 +205,35 @@ _RIGHT = re.compile(r"\(?([A-Z])\)?(?:[.:)]|$)")
 def strip_letters(options: Sequence[str]) -> tuple[str, ...]:
     """Return options with white space collapsed, without the letters before them.
 
-    Letters ("A. ", "A: ", "A) " or "(A) ") are removed where all options have them in order, so
-    that "A. fib" of a single option stays.
+    Letters ("A. ", "A: ", "A) " or "(A) ") are removed where all options have them in order
+    (`have_letters`), so that "A. fib" of a single option stays.
     """
-    matches = [_LETTER.match(option) for option in options]
-    letters = [match and (match[1] or match[2]) for match in matches]
-    if letters == [*LETTERS[: len(options)]]:
+    if have_letters(options):
         options = [_LETTER.sub("", option, count=1) for option in options]
     return tuple(" ".join(option.split()) for option in options)
 
 
-def choose_right(answer: object, options: Sequence[str]) -> tuple[int, ...]:
+def have_letters(options: Sequence[str]) -> bool:
+    """Return whether all options begin with their letters, and not all of them end there."""
+    matches = [_LETTER.match(option) for option in options]
+    letters = [match and (match[1] or match[2]) for match in matches]
+    only_letters = all(match and match.end() == len(match.string) for match in matches)
+    return letters == [*LETTERS[: len(options)]] and not only_letters
+
+
+def choose_right(
+    answer: object, options: Sequence[str], *, lettered: bool = False
+) -> tuple[int, ...]:
     """Return the indices of the right options; empty where the question is malformed.
 
     A question is malformed with fewer than two options, with equal or empty ones, or with an answer
-    that is no option.
+    that is no option, or is the letter of one behind which the text of another stands.
 
     Args:
         answer: letter ("B", "B.", "B: text"), text of an option, or a list of them.
         options: options without letters.
+        lettered: they were published behind letters. Then "B" alone is the second option, also
+            where the text of another one is "B".
     """
     letters = LETTERS[: len(options)]
     folded = [_fold(option) for option in options]
@@ -233,10 +243,12 @@ def choose_right(answer: object, options: Sequence[str]) -> tuple[int, ...]:
     for one in answer if isinstance(answer, list) else [answer]:
         text = clean_text(one)
         match = _RIGHT.match(text)
-        if _fold(text) in folded:
+        place = letters.find(match[1]) if match is not None else -1
+        behind = "" if match is None else _fold(text[match.end() :])
+        if _fold(text) in folded and not (lettered and place >= 0 and not behind):
             places.add(folded.index(_fold(text)))
-        elif match is not None and match[1] in letters:
-            places.add(letters.index(match[1]))
+        elif place >= 0 and (behind == folded[place] or behind not in folded):
+            places.add(place)
         else:
             return ()
     return tuple(sorted(places))
@@ -253,7 +265,7 @@ def choice_fields(published: object, answer: object) -> dict[str, Any] | None:
     if not isinstance(published, list) or not all(isinstance(each, str) for each in published):
         return None
     options = strip_letters(published)
-    right = choose_right(answer, options)
+    right = choose_right(answer, options, lettered=have_letters(published))
     if len(right) != 1:
         return None
     text = options[right[0]]

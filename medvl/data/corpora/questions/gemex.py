@@ -110,7 +110,7 @@ def _question(form: str, entry: Mapping[str, Any]) -> Question | None:
         if not isinstance(published, list) or not all(isinstance(one, str) for one in published):
             return None
         options = vqa.strip_letters(published)
-        right = vqa.choose_right(answer, options)
+        right = vqa.choose_right(answer, options, lettered=vqa.have_letters(published))
         if not right or (form == "single_choice" and len(right) > 1):
             return None
     text = ", ".join(options[place] for place in right) if right else vqa.clean_text(answer)

@@ -390,6 +390,8 @@ def test_vqa_rad_real_release_has_the_counts_of_its_card(real_data, deid):
         (["A. fib", "sinus rhythm"], ("A. fib", "sinus rhythm")),
         (["B. line", "A. fib"], ("B. line", "A. fib")),
         (["Axial", "Both"], ("Axial", "Both")),
+        (["A: left", "B:"], ("left", "")),
+        (["(A)", "(B)"], ("(A)", "(B)")),
     ],
 )
 def test_letters_of_options_are_removed_where_all_have_them_in_order(published, options):
@@ -401,7 +403,7 @@ def test_letters_of_options_are_removed_where_all_have_them_in_order(published, 
     [
         ("B", (1,)), ("B.", (1,)), ("(B)", (1,)), ("B: right lung", (1,)), ("Right lung", (1,)),
         (["C", "A"], (0, 2)), ("D", ()), ("b", ()), ("", ()), ("Both", ()), (None, ()),
-        (["A", "E"], ()),
+        (["A", "E"], ()), ("B: left lung", ()), ("B: the right one", (1,)),
     ],
 )  # fmt: skip
 def test_right_options_are_found_by_letter_or_text(answer, right):
@@ -412,6 +414,18 @@ def test_malformed_options_have_no_right_one():
     assert vqa.choose_right("A", ["yes", "Yes "]) == ()
     assert vqa.choose_right("A", ["yes"]) == ()
     assert vqa.choose_right("A", ["yes", ""]) == ()
+    assert vqa.choice_fields(["A:left", "B:right", "C:"], "A") is None
+
+
+def test_a_letter_is_that_of_the_option_where_options_have_letters():
+    """Options of figures with panels are letters themselves."""
+    panels = [" A:C ", " B:A ", " C:B "]
+    fields = vqa.choice_fields(panels, "A")
+    assert fields is not None
+    assert (fields["options"], fields["answer"]) == (("C", "A", "B"), "C")
+    fields = vqa.choice_fields(["C", "A", "B"], "A")
+    assert fields is not None
+    assert fields["answer"] == "A"
 
 
 def test_question_with_options_survives_json():
@@ -424,7 +438,8 @@ def test_question_with_options_survives_json():
     assert Question.from_json(entry) == question
     for change in (
         {"right": [2]}, {"right": [1, 0]}, {"options": ["a", "a"]}, {"options": "ab"},
-        {"options": [1, 2]}, {"right": ["1"]},
+        {"options": [1, 2]}, {"right": ["1"]}, {"right": [1.0]}, {"right": [True]},
+        {"options": [str(n) for n in range(27)], "right": [26]},
     ):  # fmt: skip
         with pytest.raises(CorpusError):
             Question.from_json(entry | change)
