@@ -62,22 +62,20 @@ paper = ZeroShotRecipe(
         early_stop_patience=15,
     ),
 )
-tiny = quickstart.zero_shot_recipe(
-    "convirt",
-    ConVIRTConfig(
-        image_encoder="resnet_tiny",
-        text_encoder="tiny_bert",
-        image_size=112,
-        fit="squash",
-        projection_dim=128,
-        frozen_text_layers=0,
-        attention_dropout=0.0,
-        max_tokens=48,
-    ),
+TINY = ConVIRTConfig(
+    image_encoder="resnet_tiny",
+    text_encoder="tiny_bert",
+    image_size=112,
+    fit="squash",
+    projection_dim=128,
+    frozen_text_layers=0,
+    attention_dropout=0.0,
+    max_tokens=48,
 )
+tiny = quickstart.zero_shot_recipe("convirt", TINY)
 START = quickstart.zero_shot_from_convirt(
     "convirt-denials",
-    dataclasses.replace(tiny.model, denial_weight=1.0, frozen_image_layers=-1),
+    dataclasses.replace(TINY, denial_weight=1.0, frozen_image_layers=-1),
     dataclasses.replace(
         quickstart.DATA,
         text=RandomSentence(min_tokens=2),

@@ -135,7 +135,7 @@ difference = dataclasses.replace(
         tiny.train,
         run_dir=Path("quickstart/difference-run"),
         epochs=None,
-        steps=600,
+        steps=400,
         validate_every=200,
     ),
 )
