@@ -28,12 +28,12 @@ their findings denied, and the image encoder is frozen, so that its stored outpu
 (`medvl regions --all-tokens`). Phantom test, from the demo (`--init-from demo`, its tokenizer and
 text arguments), 250 steps, seeds 0, 1 and 2, weight 0.3 and in brackets 0:
 
-    medvl eval robustness: right about a statement and its denial
+    right about a statement and its denial (`medvl eval robustness`)
                            0.706, 0.706, 0.711 (0.640, 0.665, 0.592)
     AUROC of all labels    0.801, 0.806, 0.807 (0.798, 0.795, 0.797)
     own text above another 0.866, 0.863, 0.851 (0.861, 0.857, 0.841), above its mirror 0.743, 0.726,
                            0.740 (0.735, 0.750, 0.737)
-    medvl eval retrieval: recall at 10 of texts 0.161, 0.168, 0.154 (0.156, 0.173, 0.145)
+    recall at 10 of texts  0.161, 0.168, 0.154 (0.156, 0.173, 0.145)
 
 Each negation row gains, and no paired difference of another row is below 0 with its interval. The
 weight is that of validation images, of 0, 0.3 and 1; 1 reads denials as well (0.719), and loses
