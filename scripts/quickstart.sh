@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a zero-shot table on the phantom corpus: no data to download, about seven minutes on two CPU cores.
+# From nothing to a zero-shot table on the phantom corpus: no data to download, about nine minutes on two CPU cores.
 # Everything it makes lies in quickstart/; run again, it goes on where it was, and a finished run only prints its table.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -4,7 +4,6 @@ samples.
 
 import dataclasses
 import json
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from helpers.shard_plans import make_plan
 
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.images.codecs import decode_image, encode_png
+from medvl.data.images.codecs import encode_png
 from medvl.data.loading.items import sample_rng, sample_rngs, seed_words
 from medvl.data.loading.loader import Loader, open_loader
 from medvl.data.loading.sampler import TrainSampler
@@ -327,24 +326,6 @@ def test_generators_of_a_batch_are_those_of_its_samples() -> None:
     )
     expected = [np.random.SeedSequence(number).generate_state(4, np.uint64) for number in entropy]
     np.testing.assert_array_equal(seed_words(words_B4.astype(np.uint32)), expected)
-
-
-def test_pixels_of_a_batch_are_not_held_at_once(open_it: Callable[..., Loader]) -> None:
-    """Files of a batch are fetched first, which would else hold what is decoded of them."""
-    alive: list[weakref.ref[np.ndarray]] = []
-    most = 0
-
-    def decode(data: bytes, *, color: bool = False) -> np.ndarray:
-        nonlocal most
-        pixels = decode_image(data, color=color)
-        alive.append(weakref.ref(pixels))
-        most = max(most, sum(pixels() is not None for pixels in alive))
-        return pixels
-
-    with mock.patch("medvl.data.loading.readers.decode_image", decode):
-        next(iter(open_it(batch=20)))
-    assert len(alive) == 20
-    assert most <= 2
 
 
 @pytest.mark.parametrize("flip", ["swap_text", "plain"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,26 @@ def test_files_of_a_corpus_are_refused(tmp_path: Path) -> None:
         open_loader(
             files, batch=1, image=reduced(CROP), text=WholeText(), tokenizer=no_text, train=True
         )
+
+
+def test_pixels_of_a_batch_are_not_held_at_once(
+    source: ShardSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of a batch are fetched first, and hold what is decoded of them."""
+    decoded: list[weakref.ref[np.ndarray]] = []
+    alive: list[int] = []
+
+    def read(data: bytes, color: bool, sides: tuple[int, int] = (0, 0)) -> np.ndarray:
+        pixels = decode_image(encode_png(np.zeros((64, 64), np.uint8)))
+        decoded.append(weakref.ref(pixels))
+        alive.append(sum(each() is not None for each in decoded))
+        return pixels
+
+    monkeypatch.setattr("medvl.data.images.codecs._read_jpeg", read)
+    options: dict[str, Any] = {"text": WholeText(), "tokenizer": no_text, "train": True}
+    next(iter(open_loader(source, batch=8, image=CROP, **options)))
+    assert len(decoded) == 8
+    assert max(alive) <= 2
 
 
 def test_files_are_read_where_no_view_changes_the_pixels(source: ShardSource) -> None:
