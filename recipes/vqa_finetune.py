@@ -21,6 +21,11 @@ Preset `paper`: M3AE on VQA-RAD (Chen et al., arXiv 2209.07098): batch 64, 50 ep
 linear schedule with a warm-up of a tenth, heads at 50 and the fusion-encoder at 5 times that rate.
 Its released code chooses the checkpoint on a copy of the test questions; here validation has images
 of its own (`--split image-disjoint`).
+
+Preset `difference`: what has changed between two dates of a phantom patient, from the demo's
+encoders, in 11 minutes on a busy core. 462 test questions, one seed: 0.498 [0.437, 0.559]; without
+the earlier image 0.381, gain over it 0.117 [0.084, 0.152]; with that of another patient 0.323,
+commonest answer 0.377 (`medvl eval vqa --controls earlier_removed earlier_swapped`).
 """
 
 import dataclasses
