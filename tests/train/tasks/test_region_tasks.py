@@ -26,6 +26,7 @@ from medvl.eval.core.open import open_for_evaluation, open_source
 from medvl.eval.retrieval.rerank import ShortlistModel
 from medvl.models import VQA, FusedClassifier, RetrievalModel
 from medvl.models.checkpoint import load, save
+from medvl.models.downstream.ranking import as_matcher
 from medvl.schema import Inputs
 from medvl.train.tasks.pretraining import DataConfig, open_data
 from medvl.train.tasks.supervised import (
@@ -150,7 +151,8 @@ def test_candidates_are_ranked_by_their_regions(model: Any, shards: Path, tmp_pa
         workers=0,
     )
     opened = open_data(data, ranking, 4)
-    matcher = trained(ranking, opened.train, opened.described, tmp_path / "rank").as_matcher()
+    ranking = trained(ranking, opened.train, opened.described, tmp_path / "rank")
+    matcher = as_matcher(ranking)
     tiny = {
         "image_encoder": "resnet_tiny",
         "text_encoder": "tiny_bert",
