@@ -108,8 +108,8 @@ def test_shared_images_do_not_change_answers(folder: Path) -> None:
 
 def test_image_is_read_once_for_consecutive_questions(folder: Path, monkeypatch: Any) -> None:
     source, read = source_of(folder, "train"), []
-    pixels = source.pixels
-    monkeypatch.setattr(source, "pixels", lambda *place: read.append(place) or pixels(*place))
+    stored = source.image_bytes
+    monkeypatch.setattr(source, "image_bytes", lambda *place: read.append(place) or stored(*place))
     list(loader_of(source, tiny_vqa(), batch=8))
     assert len(read) == len(set(source.image_keys))
 

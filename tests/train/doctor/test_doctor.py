@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 import torch
 from helpers import train_fakes as fakes
@@ -338,17 +337,17 @@ def loader(tmp_path_factory: pytest.TempPathFactory) -> Loader:
 
 def test_each_loader_stage_is_timed(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     samples, read, now = loader.samples, set[int](), [0.0]
-    decode, transform, row, collate = (
-        samples.source.pixels,
+    stored, transform, row, collate = (
+        samples.source.image_bytes,
         samples.maker.views,
         samples.maker.row,
         loader.collate,
     )
 
-    def pixels(position: int, color: bool = False) -> np.ndarray:
+    def image_bytes(position: int) -> bytes:
         now[0] += 0.003 if position in read else 0.023
         read.add(position)
-        return decode(position, color)
+        return stored(position)
 
     def slow(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
         def slowed(*arguments: Any, **named: Any) -> Any:
@@ -358,7 +357,7 @@ def test_each_loader_stage_is_timed(loader: Loader, monkeypatch: pytest.MonkeyPa
         return slowed
 
     monkeypatch.setattr(profile, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(samples.source, "pixels", pixels)
+    monkeypatch.setattr(samples.source, "image_bytes", image_bytes)
     monkeypatch.setattr(samples.maker, "views", slow(transform, 0.006))
     monkeypatch.setattr(samples.maker, "row", slow(row, 0.009))
     monkeypatch.setattr(loader, "collate", slow(collate, 0.008))
@@ -373,10 +372,10 @@ def test_each_loader_stage_is_timed(loader: Loader, monkeypatch: pytest.MonkeyPa
 def test_stage_timing_skips_unreadable_samples(
     loader: Loader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def damaged(*_: Any) -> np.ndarray:
+    def damaged(*_: Any) -> bytes:
         raise ImageError("the JPEG is truncated", "truncated")
 
-    monkeypatch.setattr(loader.samples.source, "pixels", damaged)
+    monkeypatch.setattr(loader.samples.source, "image_bytes", damaged)
     with raises(ImageError, "unreadable"):
         time_stages(loader, batch=2)
 

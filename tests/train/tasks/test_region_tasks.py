@@ -91,14 +91,14 @@ def trained(model: nn.Module, loader: Any, described: dict[str, Any], folder: Pa
     return restored
 
 
-def no_pixels(*_: object) -> np.ndarray:
-    raise AssertionError("pixels were decoded")
+def no_pixels(*_: object) -> bytes:
+    raise AssertionError("images were read")
 
 
 def test_questions_are_answered_from_regions(
     model: Any, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ShardSource, "pixels", no_pixels)
+    monkeypatch.setattr(ShardSource, "image_bytes", no_pixels)
     vqa = VQA.on(model, ("yes", "no", "right lung", "2"))
     image = EvalTransform(size=32)
     data = VQADataConfig(
@@ -123,7 +123,7 @@ def test_questions_are_answered_from_regions(
 def test_labels_are_predicted_from_regions(
     model: Any, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ShardSource, "pixels", no_pixels)
+    monkeypatch.setattr(ShardSource, "image_bytes", no_pixels)
     classifier = FusedClassifier.on(model, ("edema",))
     data = ClassificationDataConfig(
         train=shards / "train", valid=shards / "validate", regions="quarters", workers=0
@@ -176,7 +176,7 @@ def test_stages_of_a_loader_of_regions_are_timed_without_pixels(
 ) -> None:
     source = ShardSource(shards / "train", regions="quarters")
     loader = open_for_evaluation(source, EvalTransform(size=32), TOKENIZER, batch=4, workers=0)
-    monkeypatch.setattr(ShardSource, "pixels", no_pixels)
+    monkeypatch.setattr(ShardSource, "image_bytes", no_pixels)
     assert time_stages(loader, batch=4).total > 0
 
 
