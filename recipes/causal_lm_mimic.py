@@ -29,8 +29,8 @@ Preset `choices`: the phantom's questions with four options, by the text of an o
 demo's image encoder. 664 questions: 0.877 [0.848, 0.903]; text only 0.250, images swapped 0.248, in
 other words 0.782. Presets `letters-start`, then `letters`: by its letter (`--score letter`), larger
 initial weights (`quickstart.letter_recipes`): 0.741 [0.705, 0.778]; text only 0.256.
-Preset `tiny`: the quickstart's ResNet-10 and a Llama of two layers of width 128, untrained. Preset
-`impression` reads no image: it writes impressions behind findings of a table of reports.
+Preset `tiny`: the quickstart's ResNet-10 and a Llama of two layers of width 128, random weights.
+Preset `impression` reads no image: it writes impressions behind findings of a table of reports.
 
     medvl shards table --table reports.jsonl --patient-column patient --split-column split \\
         --text-column findings impression --out shards/reports
