@@ -44,7 +44,9 @@ def fused(target: Any) -> tuple[System, Batch]:
 
 def choices() -> tuple[System, Batch]:
     model = ChoiceModel.on(tiny_model("dual_stream", TOKENIZER))
-    torch.nn.init.normal_(model.rank_head.weight)
+    for parameter in model.parameters():  # at the initial weights all options score alike
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
     ids_BT, mask_BT = TOKENIZER([TEXTS[0]] * 6 + [TEXTS[1]] * 6 + [TEXTS[3]] * 6)
     labels_BL = torch.tensor([[1.0, 0, 0], [0, 1, 0], [NAN] * 3, [0, 0, 1], [0, 0, 0], [NAN] * 3])
     return model, make_batch(
