@@ -331,8 +331,8 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Build the optimiser over `parameter_groups`; Adam's is fused on a GPU. A group's `lr_scale`
-    is its rate divided by `lr`.
+    """Build the optimiser over `parameter_groups`; Adam's is fused. A group's `lr_scale` is its
+    rate divided by `lr`.
 
     A group of a sharded model is split in two, because a fused kernel takes only parameters of one
     kind. SGD is not fused: torch's kernel fails where a parameter gets its first gradient in a
@@ -346,7 +346,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     if config.optimizer == "lamb":
         return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-    fused = all(parameter.is_cuda for group in groups for parameter in group["params"]) or None
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    fused = devices <= {"cpu", "cuda"} or None
     return kind(
         groups,
         lr=config.lr,
