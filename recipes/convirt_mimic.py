@@ -47,6 +47,7 @@ from medvl.data import ConVIRTAugmentation, EvalTransform, RandomSentence
 from medvl.eval import ZeroShotEval
 from medvl.models import ConVIRTConfig
 from medvl.train import (
+    Cosine,
     DataConfig,
     OptimConfig,
     Plateau,
@@ -89,7 +90,7 @@ TINY = ConVIRTConfig(
     max_tokens=48,
 )
 tiny = quickstart.zero_shot_recipe("convirt", TINY)
-START = quickstart.zero_shot_from_convirt(
+denials = quickstart.zero_shot_from_convirt(
     "convirt-denials",
     dataclasses.replace(TINY, denial_weight=0.3, frozen_image_layers=-1),
     dataclasses.replace(
@@ -98,7 +99,18 @@ START = quickstart.zero_shot_from_convirt(
         image=EvalTransform(size=112, fit="squash"),
     ),
 )
-denials = dataclasses.replace(START, train=dataclasses.replace(START.train, epochs=None, steps=250))
+denials = dataclasses.replace(
+    denials,
+    optim=dataclasses.replace(denials.optim, schedule=Cosine(warmup_steps=27)),
+    train=dataclasses.replace(
+        denials.train,
+        epochs=None,
+        steps=250,
+        scale_below=None,
+        validate_every=69,
+        checkpoint_every=69,
+    ),
+)
 
 PRESETS = {"paper": paper, "tiny": tiny, "denials": denials}
 MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr"

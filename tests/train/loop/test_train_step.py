@@ -74,9 +74,8 @@ def test_step_equals_the_plain_optimiser(optimizer: str, amsgrad: bool) -> None:
         reference = torch.optim.SGD(groups, lr=0.03, momentum=0.7, weight_decay=0.0)
     else:
         kind = torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW
-        reference = kind(
-            groups, lr=0.03, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0, amsgrad=amsgrad
-        )
+        settings = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.0}
+        reference = kind(groups, **settings, amsgrad=amsgrad, fused=True)
     for number in range(4):
         step(number, 0.03, [make_batch([number, 10 + number])], 1)
         reference.zero_grad()

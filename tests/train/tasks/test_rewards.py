@@ -411,7 +411,7 @@ def test_the_reward_rises(tokenizer: Tokenizer) -> None:
     model = generator(tokenizer, sections=False)
     step = step_of(model, optim(optimizer="adamw"), rewards=RewardTask(rewards, model))
     means = []
-    for number in range(40):
+    for number in range(60):
         result = step(number, 1e-2, [make_batch(tokenizer, 4)], 1)
         means.append(float(result.losses[0].terms["reward"]))
     assert sum(means[-10:]) > 1.5 * sum(means[:10])
