@@ -36,8 +36,8 @@ text arguments), 250 steps, seeds 0, 1 and 2, weight 0.3 and in brackets 0:
     recall at 10 of texts  0.161, 0.168, 0.154 (0.156, 0.173, 0.145)
 
 The first row gains 0.066 [0.056, 0.077], 0.041 [0.031, 0.051] and 0.119 [0.101, 0.135], paired; no
-other difference is below 0 with its interval. The weight is that of validation images, of 0, 0.3 and
-1; with seed 0, 1 reads denials as well (0.719) and loses recall (0.131).
+other difference is below 0 with its interval. The weight is that of validation images, of 0, 0.3
+and 1; with seed 0, 1 reads denials as well (0.719) and loses recall (0.131).
 """
 
 import dataclasses
