@@ -209,18 +209,10 @@ def make_batch(model: System, image_BCHW: Tensor, texts: Sequence[str] | None = 
     """Return a batch of images with a text each; without texts, with none. Raises ConfigError
     without a tokenizer.
     """
-    count = len(image_BCHW)
-    device = image_BCHW.device
-    no_ids_BT = torch.empty(count, 0, dtype=torch.int64, device=device)
-    ids_BT, mask_BT = (no_ids_BT, no_ids_BT.bool()) if texts is None else model.tokenize(texts)
-    return Batch(
-        keys=[str(number) for number in range(count)],
-        image_BCHW=image_BCHW,
-        ids_BT=ids_BT,
-        mask_BT=mask_BT,
-        labels_BL=torch.empty(count, 0, device=device),
-        texts=[""] * count if texts is None else list(texts),
-    )
+    if texts is not None:
+        return model.make_batch(image_BCHW, texts, *model.tokenize(texts))
+    no_ids_BT = torch.empty(len(image_BCHW), 0, dtype=torch.int64)
+    return model.make_batch(image_BCHW, [""] * len(image_BCHW), no_ids_BT, no_ids_BT.bool())
 
 
 def study_batches(

@@ -295,6 +295,27 @@ class System(nn.Module, abc.ABC):
             raise ConfigError(message, "missing", field="tokenizer")
         return self.tokenizer
 
+    def make_batch(
+        self, image_BCHW: Tensor, questions: Sequence[str], ids_BT: Tensor, mask_BT: Tensor
+    ) -> Batch:
+        """Return a batch on the model's device of images with a question each, which has the
+        tokens `ids_BT`.
+
+        Raises ConfigError for unequal numbers of images and questions.
+        """
+        count = len(questions)
+        if len(image_BCHW) != count:
+            message = f"expected as many images as questions, got {len(image_BCHW)} and {count}"
+            raise ConfigError(message, "mismatch", field="questions")
+        return Batch(
+            keys=[str(number) for number in range(count)],
+            image_BCHW=image_BCHW,
+            ids_BT=ids_BT,
+            mask_BT=mask_BT,
+            labels_BL=torch.empty(count, 0),
+            texts=list(questions),
+        ).to(self.device)
+
 
 def has_towers(model: System) -> bool:
     """Return whether a model has both an image encoder and a text encoder to share."""

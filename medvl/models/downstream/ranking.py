@@ -276,16 +276,9 @@ class ChoiceModel(FusionTask):
             for option in several
         ]
         ids_NT, mask_NT = self.tokenize(texts)
-        batch = Batch(
-            keys=[str(number) for number in range(len(sizes))],
-            image_BCHW=image_BCHW.to(self.device),
-            ids_BT=ids_NT,
-            mask_BT=mask_NT,
-            labels_BL=torch.empty(len(sizes), 0),
-            texts=list(questions),
-            statement_ids_BST=pad_sequence(ids_NT.split(sizes), True),
-            statement_mask_BST=pad_sequence(mask_NT.split(sizes), True),
-        )
+        batch = self.make_batch(image_BCHW, questions, ids_NT, mask_NT)
+        batch.statement_ids_BST = pad_sequence(ids_NT.split(sizes), True)
+        batch.statement_mask_BST = pad_sequence(mask_NT.split(sizes), True)
         with evaluating(self):
             scores_BO = self.option_scores(batch).float().cpu()
         return [row[:size] for row, size in zip(scores_BO, sizes, strict=True)]

@@ -477,25 +477,16 @@ class CausalLM(ReportGenerator):
     def _questions(self, image_BCHW: Tensor, questions: Sequence[str]) -> Batch:
         """Return the batch of images with questions as prompts."""
         tokenizer = self.require_tokenizer("questions")
-        if len(image_BCHW) != len(questions):
-            message = (
-                f"expected as many images as questions, got {len(image_BCHW)} and {len(questions)}"
-            )
-            raise ConfigError(message, "mismatch", field="questions")
         rows = [torch.tensor(self.question_prompt(each)) for each in questions]
         ids_BT = pad_sequence(rows, True, padding_value=tokenizer.pad_id)
         length_B = torch.tensor([len(row) for row in rows])
-        texts_BT = torch.full((len(rows), 1), tokenizer.sep_id)
-        return Batch(
-            keys=[str(number) for number in range(len(rows))],
-            image_BCHW=image_BCHW,
-            ids_BT=texts_BT,
-            mask_BT=torch.ones_like(texts_BT, dtype=torch.bool),
-            labels_BL=torch.empty(len(rows), 0),
-            texts=[""] * len(rows),
-            prompt_ids_BT=ids_BT,
-            prompt_mask_BT=torch.arange(ids_BT.shape[1]) < length_B[:, None],
-        ).to(self.device)
+        text_BT = torch.full((len(rows), 1), tokenizer.sep_id)
+        batch = self.make_batch(
+            image_BCHW, [""] * len(rows), text_BT, torch.ones_like(text_BT, dtype=torch.bool)
+        )
+        batch.prompt_ids_BT = ids_BT.to(self.device)
+        batch.prompt_mask_BT = (torch.arange(ids_BT.shape[1]) < length_B[:, None]).to(self.device)
+        return batch
 
 
 def _language(config: CausalLMConfig) -> Any:

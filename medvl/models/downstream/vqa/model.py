@@ -489,20 +489,7 @@ class VQA(FusionTask):
 
         Raises ConfigError without a tokenizer, and for unequal numbers of images and questions.
         """
-        if len(image_BCHW) != len(questions):
-            message = (
-                f"expected as many images as questions, got {len(image_BCHW)} and {len(questions)}"
-            )
-            raise ConfigError(message, "mismatch", field="questions")
-        ids_BT, mask_BT = self.tokenize(list(questions))
-        batch = Batch(
-            keys=[str(number) for number in range(len(questions))],
-            image_BCHW=image_BCHW.to(self.device),
-            ids_BT=ids_BT,
-            mask_BT=mask_BT,
-            labels_BL=torch.empty(len(questions), 0),
-            texts=list(questions),
-        )
+        batch = self.make_batch(image_BCHW, questions, *self.tokenize(list(questions)))
         return self.predict(batch).answers
 
 
