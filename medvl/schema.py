@@ -442,14 +442,14 @@ class Batch:
         """Return some rows. Raises ValueError for a batch in which rows share images."""
         if self.image_of_B is not None:
             raise ValueError("expected one image for each row, got image_of_B")
-        chosen = list(index)
+        indices = list(index)
         return dataclasses.replace(
-            dataclasses.replace(self, mean_counts_K=None)._map(lambda tensor: tensor[chosen]),
+            dataclasses.replace(self, mean_counts_K=None)._map(lambda tensor: tensor[indices]),
             mean_counts_K=self.mean_counts_K,  # of an update, not of rows
-            keys=[self.keys[row] for row in chosen],
-            texts=[self.texts[row] for row in chosen],
-            studies=None if self.studies is None else [self.studies[row] for row in chosen],
-            phrases=None if self.phrases is None else [self.phrases[row] for row in chosen],
+            keys=[self.keys[row] for row in indices],
+            texts=[self.texts[row] for row in indices],
+            studies=None if self.studies is None else [self.studies[row] for row in indices],
+            phrases=None if self.phrases is None else [self.phrases[row] for row in indices],
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:

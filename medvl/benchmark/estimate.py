@@ -50,15 +50,15 @@ def model_errors(plan: Plan, store: Store) -> Mapping[str, str]:
 
     Each distinct model is built once, on the meta device.
     """
-    found: dict[tuple[str, str], str | None] = {}
+    error_of: dict[tuple[str, str], str | None] = {}
     errors: dict[str, str] = {}
     for run in plan.runs:
         if store.state(run) == "finished":
             continue
         model = run.system, json.dumps(run.settings["model"], sort_keys=True)
-        if model not in found:
-            found[model] = _error(run, store)
-        if (error := found[model]) is not None:
+        if model not in error_of:
+            error_of[model] = _error(run, store)
+        if (error := error_of[model]) is not None:
             errors[run.key] = error
     return errors
 
@@ -112,9 +112,9 @@ def _changed_data(plan: Plan, store: Store) -> Iterator[tuple[Run, Path, Path]]:
             yield run, Path(run.train_shards), store.folder(run)
             continue
         for _, task, results in store.evaluations(run):
-            found = read_evaluation(results)
+            evaluation = read_evaluation(results)
             folder = tested_folder(run, task)
-            made = found.inputs.get("manifest") if isinstance(found, Results) else None
+            made = evaluation.inputs.get("manifest") if isinstance(evaluation, Results) else None
             if folder is None or made is None or (manifest := read(folder)) is None:
                 continue
             if made not in _fingerprints(run, folder, manifest, checkpoint):
@@ -136,7 +136,7 @@ def _check_sections(folders: Sequence[Path], sections: tuple[str, ...]) -> None:
     """Raise ConfigError where no text of a folder has any of the sections, or none of all
     folders has one of them.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for folder in folders:
         source = ShardSource(folder)
         known = set[str]()
@@ -151,12 +151,12 @@ def _check_sections(folders: Sequence[Path], sections: tuple[str, ...]) -> None:
                 "unknown_name",
                 field="evaluation.sections",
             )
-        found |= known
+        names |= known
     for name in sections if folders else ():
-        if name not in found:
+        if name not in names:
             message = (
                 f"no text of {', '.join(map(str, folders))} has a section {name!r}; "
-                f"{nearest(name, found)}"
+                f"{nearest(name, names)}"
             )
             raise ConfigError(message, "unknown_name", field="evaluation.sections")
 
@@ -264,8 +264,8 @@ def estimate_run(
         estimates[run.key] = _examine_apart(run, store, seconds)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(estimates, indent=1) + "\n")
-    found: Estimate = estimates.get(run.key, {})
-    return found
+    estimate: Estimate = estimates.get(run.key, {})
+    return estimate
 
 
 @dataclasses.dataclass
@@ -308,9 +308,9 @@ class _EvaluationHours:
         """
         for _, task, folder in self._store.evaluations(run):
             if not is_evaluated(folder):
-                found = self._finished.get((run.corpus.name, task), [])
-                same = [hours for name, hours in found if name == run.name]
-                yield statistics.median(same or [hours for _, hours in found]) if found else None
+                times = self._finished.get((run.corpus.name, task), [])
+                same = [hours for name, hours in times if name == run.name]
+                yield statistics.median(same or [hours for _, hours in times]) if times else None
 
 
 def _known_costs(plan: Plan, store: Store) -> dict[tuple[Any, ...], Estimate]:

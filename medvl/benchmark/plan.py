@@ -212,9 +212,9 @@ class _Planner:
         for own in (entry.name, entry.system, entry.family, "all"):
             trees[f"settings.{own}"] = self._config.settings.get(own, {})
         fields = (
-            f"{place}.{found[name]}"
+            f"{place}.{references[name]}"
             for place, tree in trees.items()
-            if name in (found := find_references(tree))
+            if name in (references := find_references(tree))
         )
         return next(fields, "evaluation.shortlist_system")
 
@@ -225,15 +225,15 @@ class _Planner:
         if name in self._entries:
             return self._entries[name]
         try:
-            found, missing = find_systems(dataclasses.replace(self._config, systems=(name,)))
+            entries, missing = find_systems(dataclasses.replace(self._config, systems=(name,)))
         except ConfigError as error:
             raise ConfigError(f"{field}: {error}", error.code, field=field) from None
-        if len(found) != 1:
+        if len(entries) != 1:
             reason = missing.get(name, "it is not one system")
             raise ConfigError(
                 f"{field}: {name!r} cannot be trained: {reason}", "unsupported", field=field
             )
-        [self._entries[name]] = found
+        [self._entries[name]] = entries
         return self._entries[name]
 
 
@@ -362,12 +362,12 @@ def _needed_steps(corpus: CorpusConfig, runs: Sequence[Run]) -> list[MakeStep]:
         entries.append((step, new, named & made))
         made |= new
     needed = {_entry(path, root) for run in runs for _, path in _read_by(run)}
-    chosen: list[MakeStep] = []
+    steps: list[MakeStep] = []
     for step, new, read in reversed(entries):  # a step reads what earlier ones make
         if new & needed or "" in new or not new:
-            chosen.insert(0, step)
+            steps.insert(0, step)
             needed |= read
-    return chosen
+    return steps
 
 
 def _entry(path: str, root: str) -> str:

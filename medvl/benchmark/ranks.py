@@ -126,8 +126,8 @@ class Measured:
     @property
     def items(self) -> str | None:
         """Hash of the test items; None unless all seeds have resamples of the same ones."""
-        found = {None if one is None else one.items for one in self.resampled}
-        return found.pop() if len(found) == 1 else None
+        items = {None if one is None else one.items for one in self.resampled}
+        return items.pop() if len(items) == 1 else None
 
     @property
     def mean_R(self) -> Array:

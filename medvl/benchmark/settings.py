@@ -119,14 +119,15 @@ def find_systems(config: BenchmarkConfig) -> tuple[list[Entry], dict[str, str]]:
         if name not in taken and name not in entries:
             message = f"settings: no system or family {name!r}; {nearest(name, {*taken, *entries})}"
             raise ConfigError(message, "unknown_name", field=f"settings.{name}")
-    chosen = _chosen(
+    selection = _chosen(
         config.systems, entries, missing, [variant.name for variant in config.variants]
     )
     order = {family: place for place, family in enumerate(FAMILIES)}
-    found = sorted(
-        (entries[name] for name in chosen if name in entries), key=lambda entry: order[entry.family]
+    systems = sorted(
+        (entries[name] for name in selection if name in entries),
+        key=lambda entry: order[entry.family],
     )
-    return found, {name: missing[name] for name in chosen if name in missing}
+    return systems, {name: missing[name] for name in selection if name in missing}
 
 
 def _chosen(
@@ -136,7 +137,7 @@ def _chosen(
     variants: Sequence[str],
 ) -> list[str]:
     known = [*entries, *missing]
-    chosen: dict[str, None] = {}
+    selection: dict[str, None] = {}
     for name in names:
         left_out = name.removeprefix("-")
         if left_out in ("all", *FAMILIES) and left_out == name:
@@ -144,7 +145,7 @@ def _chosen(
                 one for one in known if one not in entries or name in ("all", entries[one].family)
             ]
             members = fitting if name == "all" else [one for one in fitting if one in entries]
-            chosen |= dict.fromkeys(one for one in members if one not in variants)
+            selection |= dict.fromkeys(one for one in members if one not in variants)
         elif left_out not in known:
             message = (
                 f"expected a system of images and texts, got {left_out!r}; "
@@ -152,15 +153,15 @@ def _chosen(
             )
             raise ConfigError(message, "unknown_name", field="systems")
         elif left_out == name:
-            chosen[name] = None
-    chosen = {name: None for name in chosen if f"-{name}" not in names}
-    if not chosen:
+            selection[name] = None
+    selection = {name: None for name in selection if f"-{name}" not in names}
+    if not selection:
         raise ConfigError(
             f"expected systems to name one or more, got {', '.join(names)}",
             "empty",
             field="systems",
         )
-    return list(chosen)
+    return list(selection)
 
 
 @functools.cache
@@ -168,7 +169,7 @@ def _recipes(preset: str) -> dict[str, tuple[str, Path, str]]:
     """Return name -> (system, recipe, preset) of every recipe that pretrains on images and
     texts; those with `CONTINUES` train a system of another recipe further.
     """
-    found: dict[str, tuple[str, Path, str]] = {}
+    recipes: dict[str, tuple[str, Path, str]] = {}
     for path in packaged_files("recipes", ".py").values():
         module = recipe_module(path)
         presets = {} if getattr(module, "CONTINUES", False) else module.PRESETS
@@ -180,11 +181,11 @@ def _recipes(preset: str) -> dict[str, tuple[str, Path, str]]:
             if family_of(system(trained)) is not None and trained not in _NOT_COMPARED:
                 title = (
                     trained
-                    if trained not in found
+                    if trained not in recipes
                     else f"{trained}-{name.removeprefix(f'{preset}-')}"
                 )
-                found[title] = (trained, path, name)
-    return found
+                recipes[title] = (trained, path, name)
+    return recipes
 
 
 def _known(preset: str) -> tuple[dict[str, Entry], dict[str, str]]:

@@ -146,9 +146,9 @@ class Store:
             }
             about |= {"start": run.start, "share": run.share}
             for weights, task, folder in self.evaluations(run):
-                found = read_evaluation(folder)
-                if isinstance(found, Results):
-                    rows = (dataclasses.asdict(row) for row in found.rows)
+                evaluation = read_evaluation(folder)
+                if isinstance(evaluation, Results):
+                    rows = (dataclasses.asdict(row) for row in evaluation.rows)
                     lines += [about | {"weights": weights, "task": task} | row for row in rows]
         text = "".join(
             json.dumps({name: _json(value) for name, value in line.items()}) + "\n"
@@ -272,8 +272,8 @@ def _evaluation_hash(run: Run, task: str) -> str:
         "questions": ("questions", "questions_valid"),
         "multiple-choice": ("choices",),
     }.get(task, ())
-    chosen = relative if commands else {name: relative[name] for name in (*read, "pairs")}
-    content = json.dumps([task, common, chosen, commands, run.budget.weights], sort_keys=True)
+    inputs = relative if commands else {name: relative[name] for name in (*read, "pairs")}
+    content = json.dumps([task, common, inputs, commands, run.budget.weights], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:8]
 
 

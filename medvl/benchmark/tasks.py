@@ -229,8 +229,8 @@ def columns_of(config: BenchmarkConfig) -> dict[str, tuple[Column, ...]]:
     columns |= {command.name: command.columns for command in config.commands}
     columns |= {name: (*columns[name], *further) for name, further in config.columns.items()}
     return {
-        name: found
-        for name, found in columns.items()
+        name: of_task
+        for name, of_task in columns.items()
         if "all" in config.tasks or name in config.tasks
     }
 

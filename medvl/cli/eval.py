@@ -256,7 +256,7 @@ def make_retrieval_list(
     given = [name for name in (data, chexpert_8x200, published) if name is not None]
     of_list = classes or COMPETITION_FINDINGS
     if data is not None and len(given) == 1:
-        chosen = sample_list(
+        subset = sample_list(
             open_source(data),
             classes=of_list,
             per_class=per_class,
@@ -266,7 +266,7 @@ def make_retrieval_list(
         )
     elif len(given) == 1:
         deid = Deidentifier.from_file(salt_file or default_salt_file())
-        chosen = (
+        subset = (
             read_chexpert_8x200(chexpert_8x200, deid)
             if chexpert_8x200 is not None
             else read_published(given[0], deid, of_list)
@@ -276,11 +276,11 @@ def make_retrieval_list(
             "expected --data to sample from, --chexpert-8x200 or --published; give exactly one"
         )
         raise ConfigError(message, "conflict", field="data")
-    chosen.write(out)
+    subset.write(out)
     return (
-        f"Wrote {out}: {chosen.name}, {len(chosen.candidates)} candidates, "
-        f"{len(chosen.image_queries)} image queries and {len(chosen.text_queries)} text queries of "
-        f"{len(chosen.classes)} classes, sha256 {chosen.sha256[:12]}"
+        f"Wrote {out}: {subset.name}, {len(subset.candidates)} candidates, "
+        f"{len(subset.image_queries)} image queries and {len(subset.text_queries)} text queries of "
+        f"{len(subset.classes)} classes, sha256 {subset.sha256[:12]}"
     )
 
 

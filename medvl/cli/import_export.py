@@ -287,14 +287,14 @@ def fit_pixelhop(
         image_size=image_size,
     )
     source = ShardSource(data)
-    chosen = choose_images(source, images)
+    subset = choose_images(source, images)
     passes = functools.partial(
-        _read, chosen, EvalTransform(size=image_size, fit=fit), batch, workers
+        _read, subset, EvalTransform(size=image_size, fit=fit), batch, workers
     )
     encoder = fit_encoder(passes, settings)
     described = {
         "shards": source.fingerprint,
-        "images": len(chosen),
+        "images": len(subset),
         "settings": dataclasses.asdict(settings),
     }
     save_pixelhop(encoder, out, described)
@@ -302,7 +302,7 @@ def fit_pixelhop(
     further = encoder.config["intermediate"]
     of_units = ", ".join(f"{count} ({kept})" for count, kept in zip(nodes, further, strict=True))
     return (
-        f"Fitted {tokens} tokens to {len(chosen)} images of {data}; nodes (transformed "
+        f"Fitted {tokens} tokens to {len(subset)} images of {data}; nodes (transformed "
         f"further): {of_units}"
     )
 

@@ -299,8 +299,8 @@ def _check_names(name: str, arguments: list[str]) -> None:
     """End the process, and name the option of today, for a former name of an option."""
     first = arguments[0] if arguments else "-"
     if name in _FORMER_ARGUMENTS and not first.startswith("-"):
-        wanted = _FORMER_ARGUMENTS[name]
-        _fail(f"expected {wanted}, got {first!r} without an option; {_see(name)}", status=2)
+        usage = _FORMER_ARGUMENTS[name]
+        _fail(f"expected {usage}, got {first!r} without an option; {_see(name)}", status=2)
     former = _FORMER_OPTIONS.get(name, {})
     for option in (word.partition("=")[0] for word in arguments):
         if option in former:

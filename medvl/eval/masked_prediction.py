@@ -127,16 +127,16 @@ def hidden_words(
     found_in: list[Sample] = []
     words: list[HiddenWord] = []
     for text, sample in _distinct(samples, sections):
-        found = [
+        sample_words = [
             HiddenWord(
                 len(texts), match.start(), match.end(), match[0].lower(), str(match.lastgroup)
             )
             for match in _HIDDEN.finditer(text)
         ]
-        if found:
+        if sample_words:
             texts.append(text)
             found_in.append(sample)
-            words += found
+            words += sample_words
         if len(texts) == limit:
             break
     return Sentences(tuple(texts), tuple(found_in), tuple(words))

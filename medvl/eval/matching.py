@@ -208,7 +208,7 @@ def choose_texts(texts: Sequence[str], patients: Sequence[str]) -> Items:
 def _following(texts: Sequence[str], patients: Sequence[str]) -> list[int]:
     """Return for each item the next one, in a circle, of another patient and with another text."""
     count = len(texts)
-    found: list[int] = []
+    partners: list[int] = []
     for place in range(count):
         steps = (step % count for step in range(place + 1, place + count))
         other = next(
@@ -218,8 +218,8 @@ def _following(texts: Sequence[str], patients: Sequence[str]) -> list[int]:
             raise EvaluationError(
                 "matching needs texts of several patients that differ", "empty", field="data"
             )
-        found.append(other)
-    return found
+        partners.append(other)
+    return partners
 
 
 def matching_groups(scores_N3: Array, *, decides: bool) -> list[MetricGroup]:

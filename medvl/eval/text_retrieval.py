@@ -184,7 +184,7 @@ def ranks(score: Callable[[slice], NDArray[Any]], text_of_N: NDArray[np.int64]) 
         score: chunk of the queries -> their scores (B, M) with all texts.
         text_of_N: index of each query's text.
     """
-    found = []
+    parts = []
     for start in range(0, len(text_of_N), _CHUNK):
         chunk = slice(start, start + _CHUNK)
         score_BM = score(chunk)
@@ -192,8 +192,8 @@ def ranks(score: Callable[[slice], NDArray[Any]], text_of_N: NDArray[np.int64]) 
             message = "the model's vectors are not finite: check its weights"
             raise EvaluationError(message, "nonfinite")
         own_B1 = np.take_along_axis(score_BM, text_of_N[chunk, None], axis=1)
-        found.append((score_BM >= own_B1).sum(axis=1))
-    return np.concatenate(found)
+        parts.append((score_BM >= own_B1).sum(axis=1))
+    return np.concatenate(parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,10 +314,12 @@ def embedder(encoder: EvaluatedEncoder, device: str, pool: Pool, batch: int) -> 
 
     def encode(texts: list[str]) -> Tensor:
         ids_BT, mask_BT = tokenizer(texts)
-        found: TextFeatures = network(ids_BT.to(device), mask_BT.to(device))
+        features: TextFeatures = network(ids_BT.to(device), mask_BT.to(device))
         if pool == "own":
-            return found.pooled_BD
-        return found.tokens_BTD.sum(dim=1) / found.mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+            return features.pooled_BD
+        return features.tokens_BTD.sum(dim=1) / features.mask_BT.sum(dim=1, keepdim=True).clamp(
+            min=1
+        )
 
     def embed(texts: Sequence[str]) -> Tensor:
         order = sorted(range(len(texts)), key=lambda row: len(texts[row]))  # little padding
@@ -418,9 +420,9 @@ def _examples(result: TextRetrievalResult, examples: int) -> Cards:
 
 def _card(result: TextRetrievalResult, row: int) -> Card:
     own = int(result.pairs.text_of_N[row])
-    found = result.nearest_NK[row].tolist()
+    nearest = result.nearest_NK[row].tolist()
     choices = [
-        Choice(text=result.pairs.texts[text], score=None, right=text == own) for text in found
+        Choice(text=result.pairs.texts[text], score=None, right=text == own) for text in nearest
     ]
     return Card(
         title=f"Rank {result.rank_N[row]:,}, of TF-IDF {result.tfidf_rank_N[row]:,}",
@@ -428,7 +430,7 @@ def _card(result: TextRetrievalResult, row: int) -> Card:
         choices=choices,
         lines=[
             ("Query", result.pairs.reports[row].query),
-            *([] if own in found else [("Its own", result.pairs.texts[own])]),
+            *([] if own in nearest else [("Its own", result.pairs.texts[own])]),
         ],
         tags=[],
     )

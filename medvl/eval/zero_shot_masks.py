@@ -121,15 +121,15 @@ def _choose_labels(loader: Loader, labels: Sequence[str]) -> tuple[str, ...]:
         [loader.source.sample(position) for position in range(len(loader.source))], "masks"
     )
     label_of = match_labels(labels, known) if labels else dict(zip(known, known, strict=True))
-    chosen = tuple(label_of.values())
+    matches = tuple(label_of.values())
     missing = [name for name in labels if name not in label_of]
-    if missing or not chosen:
+    if missing or not matches:
         message = (
             f"no sample has a mask of {', '.join(missing) or 'any finding'}; there are "
             f"{', '.join(known) or 'none'}"
         )
         raise EvaluationError(message, "unknown_name" if known else "empty", field="labels")
-    return chosen
+    return matches
 
 
 def evaluate_zero_shot_masks(
@@ -166,12 +166,12 @@ def evaluate_zero_shot_masks(
     latter.
     """
     check_choice(scale, get_args(Scale), "scale", error=EvaluationError)
-    chosen = _choose_labels(loader, labels)
-    statements = tuple((phrases or {}).get(name, statement(name)) for name in chosen)
+    mask_labels = _choose_labels(loader, labels)
+    statements = tuple((phrases or {}).get(name, statement(name)) for name in mask_labels)
     kind = choose_maps(model, maps)
     segmenter = PhraseSegmenter(
         model=model,
-        config=MaskLabels(labels=chosen),
+        config=MaskLabels(labels=mask_labels),
         phrases=statements,
         kind=kind,
         scale=scale,

@@ -300,7 +300,7 @@ def _infer_studies(
     """Return the reports of studies, from the images that can be read."""
     limit = model.model.inputs.study_images
     expected = Expected.by(model.model)
-    found = []
+    pairs = []
     for folder, files in files_of.items():
         images = read_files(model.model, files, frame, modality)
         readable = [pixels for pixels in images if not isinstance(pixels, str)]
@@ -313,12 +313,12 @@ def _infer_studies(
             warning=next(filter(None, doubts), None) if readable else None,
             unread=+unread,
         )
-        found.append((result, readable))
-    studies = [images for _, images in found if images]
+        pairs.append((result, readable))
+    studies = [images for _, images in pairs if images]
     reports = iter(model.of_studies(studies) if studies else [])
     return [
         dataclasses.replace(result, values=next(reports)) if images else result
-        for result, images in found
+        for result, images in pairs
     ]
 
 

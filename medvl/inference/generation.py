@@ -127,8 +127,8 @@ def prompts_of_shards(
     """
     source = ShardSource(folder)
     policy = WholeText(sections=tuple(sections), missing="no_text")
-    chosen: Any = select_samples(source, views, policy)
-    positions = np.asarray(chosen.positions)
+    subset: Any = select_samples(source, views, policy)
+    positions = np.asarray(subset.positions)
     if limit is not None and limit < len(positions):
         positions = positions[np.linspace(0, len(positions) - 1, limit).round().astype(int)]
     rng = np.random.default_rng(0)  # the policy draws nothing

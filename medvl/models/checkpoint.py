@@ -384,10 +384,7 @@ def consolidate(checkpoint: Path | str, out: Path) -> Path:
     tensors = read_weights(folder)
     with new_folder(out) as aside:
         for path in (
-            found
-            for pattern in MODEL_FILES
-            for found in folder.glob(pattern)
-            if found.name != WEIGHTS
+            file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.name != WEIGHTS
         ):
             copy = aside / path.relative_to(folder)
             copy.parent.mkdir(exist_ok=True)

@@ -46,14 +46,14 @@ def address_of(client: tuple[str, int] | None) -> str:
     IPv6.
     """
     try:
-        found = ipaddress.ip_address(client[0] if client else "")
+        address = ipaddress.ip_address(client[0] if client else "")
     except ValueError:  # a test client, or a Unix socket
         return ""
-    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
-        found = found.ipv4_mapped
-    if found.version == 4 or found.is_loopback:
-        return str(found)
-    return str(ipaddress.ip_interface(f"{found}/{_SUBSCRIBER_BITS}").network)
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    if address.version == 4 or address.is_loopback:
+        return str(address)
+    return str(ipaddress.ip_interface(f"{address}/{_SUBSCRIBER_BITS}").network)
 
 
 class Refused(Exception):

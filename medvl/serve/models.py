@@ -153,13 +153,13 @@ class ServedModel:
 
     def describe(self) -> dict[str, Any]:
         """Return title, system, abilities and the state of the calibration."""
-        found = self.calibration
-        state = self._uncalibrated if found is None else describe_calibration(found)
+        calibration = self.calibration
+        state = self._uncalibrated if calibration is None else describe_calibration(calibration)
         return {
             "title": self.title,
             "system": self.model.name,
             "abilities": self.abilities,
-            "calibrated": found is not None and bool(found.findings),
+            "calibrated": calibration is not None and bool(calibration.findings),
             "calibration": state,
         }
 
@@ -390,14 +390,14 @@ class Gallery:
                 "the gallery out"
             )
             raise ConfigError(message, "unsupported", field="gallery")
-        chosen = np.linspace(0, len(source) - 1, min(limit, len(source))).round().astype(int)
+        places = np.linspace(0, len(source) - 1, min(limit, len(source))).round().astype(int)
         positions: list[int] = []
         parts: list[list[torch.Tensor]] = [[] for _ in models]
         for start in tqdm(
-            range(0, len(chosen), _BATCH), desc="gallery", unit="batch", disable=None
+            range(0, len(places), _BATCH), desc="gallery", unit="batch", disable=None
         ):
             images = []
-            for position in chosen[start : start + _BATCH].tolist():
+            for position in places[start : start + _BATCH].tolist():
                 try:
                     images.append(source.pixels(position))
                 except (ImageError, ShardError):

@@ -93,22 +93,22 @@ class Measurements:
         row for.
         """
         config = self.plan.config
-        found = {}
+        reasons = {}
         own = {command.name: command.columns for command in config.commands}
         for task, columns in (*own.items(), *config.columns.items()):
             names = frozenset().union(*(row.results.get(task, frozenset()) for row in self.rows))
             for column in columns if names else ():
                 if not any(column.title in row.metrics for row in self.rows):
-                    found[column.title] = f"{task}: {_lacking(names, column)}"
-        return found
+                    reasons[column.title] = f"{task}: {_lacking(names, column)}"
+        return reasons
 
     def groups(self) -> dict[tuple[str, str], list[SystemRow]]:
         """Return the rows with all pairs by corpus and start."""
-        found: dict[tuple[str, str], list[SystemRow]] = {}
+        groups: dict[tuple[str, str], list[SystemRow]] = {}
         for row in self.rows:
             if row.share == max(self.plan.config.shares):
-                found.setdefault(row.group, []).append(row)
-        return found
+                groups.setdefault(row.group, []).append(row)
+        return groups
 
 
 def measure_systems(plan: Plan, store: Store) -> Measurements:
@@ -122,11 +122,11 @@ def measure_systems(plan: Plan, store: Store) -> Measurements:
         ("trained", "start") if plan.config.evaluation.random_start else ("trained",)
     )
     rows = [_row(runs, weights, store, columns) for runs in grouped.values() for weights in kinds]
-    tasks = {column.title: task for task, found in columns.items() for column in found}
+    tasks = {column.title: task for task, of_task in columns.items() for column in of_task}
     shown = {
         column.title: column
-        for task, found in columns.items()
-        for column in found
+        for task, of_task in columns.items()
+        for column in of_task
         if any(column.title in row.metrics or task in row.failed for row in rows)
     }
     return Measurements(
@@ -150,10 +150,10 @@ def _row(
     names = {}
     for task in first.tasks:
         folders = [store.evaluation(run, weights, task) for run in runs]
-        found = [read_evaluation(folder) for folder in folders]
-        if None in found:
+        evaluations = [read_evaluation(folder) for folder in folders]
+        if None in evaluations:
             waiting.add(task)
-        for one in found:
+        for one in evaluations:
             if isinstance(one, Refusal):
                 if one.failed:
                     failed.add(task)
@@ -161,7 +161,7 @@ def _row(
                     refused[task] = one.reason
         done = [
             (folder, one)
-            for folder, one in zip(folders, found, strict=True)
+            for folder, one in zip(folders, evaluations, strict=True)
             if isinstance(one, Results)
         ]
         names[task] = frozenset(
@@ -277,17 +277,17 @@ def _find(results: Results, column: Column) -> MetricRow | None:
 
 
 def _failures(plan: Plan, store: Store) -> list[Failure]:
-    found = []
+    failures = []
     for run in plan.runs:
         log = f"runs/{run.key}/log.txt"
         log = log if (store.out / log).is_file() else ""
         if (reason := store.failure(run)) is not None:
             part = "evaluations" if (store.folder(run) / COST).is_file() else "training"
-            found.append(Failure(title=run.title, part=part, reason=reason, log=log))
+            failures.append(Failure(title=run.title, part=part, reason=reason, log=log))
             continue
         for weights, task, folder in store.evaluations(run):
             refusal = read_evaluation(folder)
             if isinstance(refusal, Refusal) and refusal.failed:
                 part = task if weights == "trained" else f"{task}, before training"
-                found.append(Failure(title=run.title, part=part, reason=refusal.reason, log=log))
-    return found
+                failures.append(Failure(title=run.title, part=part, reason=refusal.reason, log=log))
+    return failures

@@ -23,9 +23,9 @@ _APART = (
 )
 
 
-def group_name(found: Measurements, group: tuple[str, str]) -> str:
+def group_name(measurements: Measurements, group: tuple[str, str]) -> str:
     """Return the name of a corpus and a start, as far as a benchmark has several."""
-    config = found.plan.config
+    config = measurements.plan.config
     several = (len(config.corpora) > 1, len(config.starts) > 1)
     return ", ".join(part for part, shown in zip(group, several, strict=True) if shown)
 
@@ -35,9 +35,11 @@ def titled(title: str, name: str) -> str:
     return f"{title}: {name}" if name else title
 
 
-def survey_table(found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]) -> Table:
+def survey_table(
+    measurements: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]
+) -> Table:
     """Return the table of all systems: what they are, and the first metric of each task."""
-    first = _first_columns(found, rows)
+    first = _first_columns(measurements, rows)
     lines: list[list[Cell | str]] = [
         [
             row.title,
@@ -45,15 +47,15 @@ def survey_table(found: Measurements, group: tuple[str, str], rows: Sequence[Sys
             _terms(row),
             _encoders(row),
             row.corpus,
-            *_cells(found, row, first),
+            *_cells(measurements, row, first),
         ]
         for row in rows
         if row.weights == "trained"
     ]
     about = ["family", "losses", "encoders", "corpus"]
-    lines += [[name, *[_DASH] * (len(about) + len(first))] for name in found.plan.left_out]
+    lines += [[name, *[_DASH] * (len(about) + len(first))] for name in measurements.plan.left_out]
     return Table(
-        title=titled("All systems", group_name(found, group)),
+        title=titled("All systems", group_name(measurements, group)),
         columns=["system", *about, *first],
         rows=lines,
         caption="The first metric of each task, with 95% intervals over test items and, where "
@@ -65,7 +67,7 @@ def survey_table(found: Measurements, group: tuple[str, str], rows: Sequence[Sys
 
 
 def family_tables(
-    found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]
+    measurements: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]
 ) -> list[Table]:
     """Return a table of all metrics for each family."""
     tables = []
@@ -73,37 +75,37 @@ def family_tables(
         own = [row for row in rows if row.family == family]
         titles = [
             name
-            for name in found.columns
-            if any(name in row.metrics or _has(found, row, name) for row in own)
+            for name in measurements.columns
+            if any(name in row.metrics or _has(measurements, row, name) for row in own)
         ]
         if own and titles:
             tables.append(
                 Table(
-                    title=titled(f"{title.capitalize()}s", group_name(found, group)),
+                    title=titled(f"{title.capitalize()}s", group_name(measurements, group)),
                     columns=["system", *titles],
-                    rows=[[row.title, *_cells(found, row, titles, bar=True)] for row in own],
-                    caption=_seeds_caption(found),
+                    rows=[[row.title, *_cells(measurements, row, titles, bar=True)] for row in own],
+                    caption=_seeds_caption(measurements),
                 )
             )
     return tables
 
 
-def ranks_of(found: Measurements, rows: Sequence[SystemRow]) -> dict[str, dict[str, Rank]]:
+def ranks_of(measurements: Measurements, rows: Sequence[SystemRow]) -> dict[str, dict[str, Rank]]:
     """Return column -> system -> rank, of the trained systems of a group; without columns of
     unequal classes.
     """
     return {
-        title: rank_systems(measured, higher_is_better=found.columns[title].higher_is_better)
-        for title, measured in _ranked(found, rows)
+        title: rank_systems(measured, higher_is_better=measurements.columns[title].higher_is_better)
+        for title, measured in _ranked(measurements, rows)
         if comparable(measured.values())
     }
 
 
 def _ranked(
-    found: Measurements, rows: Sequence[SystemRow]
+    measurements: Measurements, rows: Sequence[SystemRow]
 ) -> Iterator[tuple[str, dict[str, Measured]]]:
     """Yield (column, system -> metric) of the columns in which several systems compete."""
-    for title, column in found.columns.items():
+    for title, column in measurements.columns.items():
         measured = {
             row.name: row.metrics[title]
             for row in rows
@@ -114,13 +116,13 @@ def _ranked(
 
 
 def unranked_table(
-    found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]
+    measurements: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]
 ) -> Table | None:
     """Return the columns whose systems have means over different classes, which are not ranked;
     None without any.
     """
     lines: list[list[Cell | str]] = []
-    for title, measured in _ranked(found, rows):
+    for title, measured in _ranked(measurements, rows):
         if not comparable(measured.values()):
             for over in dict.fromkeys(one.over for one in measured.values()):
                 names = [name for name, one in measured.items() if one.over == over]
@@ -128,7 +130,7 @@ def unranked_table(
     if not lines:
         return None
     return Table(
-        title=titled("Columns that are not ranked", group_name(found, group)),
+        title=titled("Columns that are not ranked", group_name(measurements, group)),
         columns=["column", "systems", "over"],
         rows=lines,
         caption="Means over different classes do not compare. Evaluate all systems on the same "
@@ -139,7 +141,7 @@ def unranked_table(
 
 
 def ranks_table(
-    found: Measurements,
+    measurements: Measurements,
     group: tuple[str, str],
     rows: Sequence[SystemRow],
     ranks: Mapping[str, Mapping[str, Rank]],
@@ -163,7 +165,7 @@ def ranks_table(
         cells = [_rank_cell(of.get(row.name)) for of in ranks.values()]
         lines.append([row.name, f"{mean(row):.2f}", *cells])
     return Table(
-        title=titled("Ranks", group_name(found, group)),
+        title=titled("Ranks", group_name(measurements, group)),
         columns=["system", "mean place", *ranks],
         rows=lines,
         caption="Brackets: the ranks that 95% simultaneous intervals allow. All pairs of "
@@ -177,7 +179,7 @@ def ranks_table(
 
 
 def rank_tables(
-    found: Measurements,
+    measurements: Measurements,
     group: tuple[str, str],
     rows: Sequence[SystemRow],
     ranks: Mapping[str, Mapping[str, Rank]],
@@ -196,7 +198,7 @@ def rank_tables(
         ]
         tables.append(
             Table(
-                title=titled(title, group_name(found, group)),
+                title=titled(title, group_name(measurements, group)),
                 columns=["system", title, "rank"],
                 rows=lines,
                 caption=_pairing({name: by_name[name].metrics[title].items for name in of_column}),
@@ -220,16 +222,18 @@ def _pairing(items: Mapping[str, str | None]) -> str:
     return f"Differences are paired over test items within: {groups}. The others are not: {_APART}."
 
 
-def cost_table(found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]) -> Table:
+def cost_table(
+    measurements: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]
+) -> Table:
     """Return the cost of each system beside its quality."""
-    first = _first_columns(found, rows)
+    first = _first_columns(measurements, rows)
     lines = [
-        [row.name, *cost_cells(row), *_cells(found, row, first)]
+        [row.name, *cost_cells(row), *_cells(measurements, row, first)]
         for row in rows
         if row.weights == "trained" and row.costs
     ]
     return Table(
-        title=titled("Cost beside quality", group_name(found, group)),
+        title=titled("Cost beside quality", group_name(measurements, group)),
         columns=[
             *("system", "device", "parameters, M", "steps", "training, min", "CPU, min"),
             *("memory, GiB", "pairs/s", "evaluations, min", *first),
@@ -265,26 +269,31 @@ def cost_cells(row: SystemRow) -> list[str]:
     ]
 
 
-def failures_table(found: Measurements) -> Table:
+def failures_table(measurements: Measurements) -> Table:
     """Return the runs and evaluations that failed, and the systems that take no part."""
     lines: list[list[Cell | str]] = [
-        [failure.title, failure.part, failure.reason, failure.log] for failure in found.failures
+        [failure.title, failure.part, failure.reason, failure.log]
+        for failure in measurements.failures
     ]
-    lines += [[name, "takes no part", reason, ""] for name, reason in found.plan.left_out.items()]
+    lines += [
+        [name, "takes no part", reason, ""] for name, reason in measurements.plan.left_out.items()
+    ]
     return Table(
         title="Failures",
         columns=["run", "part", "reason", "log"],
         rows=lines,
         caption="--retry-failed repeats the runs and evaluations that failed."
-        if found.failures
+        if measurements.failures
         else "No run failed.",
     )
 
 
-def refusals_table(found: Measurements) -> Table:
+def refusals_table(measurements: Measurements) -> Table:
     """Return the tasks that do not apply to systems of their family."""
     reasons = dict.fromkeys(
-        (row.name, task, reason) for row in found.rows for task, reason in row.refused.items()
+        (row.name, task, reason)
+        for row in measurements.rows
+        for task, reason in row.refused.items()
     )
     return Table(
         title="Tasks that do not apply",
@@ -296,9 +305,9 @@ def refusals_table(found: Measurements) -> Table:
     )
 
 
-def empty_columns_table(found: Measurements) -> Table | None:
+def empty_columns_table(measurements: Measurements) -> Table | None:
     """Return the columns of the file that no result has; None without any."""
-    reasons = found.empty_columns()
+    reasons = measurements.empty_columns()
     if not reasons:
         return None
     return Table(
@@ -310,15 +319,15 @@ def empty_columns_table(found: Measurements) -> Table | None:
     )
 
 
-def columns_table(found: Measurements) -> Table:
+def columns_table(measurements: Measurements) -> Table:
     """Return the task, metric and direction of every column."""
     lines: list[list[Cell | str]] = []
-    for title, column in found.columns.items():
+    for title, column in measurements.columns.items():
         over = ", ".join(
             filter(None, [" or ".join(column.targets), column.subgroup.removesuffix(": ")])
         )
         better = _DASH if column.is_baseline else "higher" if column.higher_is_better else "lower"
-        lines.append([title, found.tasks[title], column.metric, over, better])
+        lines.append([title, measurements.tasks[title], column.metric, over, better])
     return Table(
         title="Columns",
         columns=["column", "task", "metric", "of", "better"],
@@ -347,28 +356,32 @@ def measured_cell(measured: Measured, seeds: int, *, bar: bool = False) -> Cell:
 
 
 def _cells(
-    found: Measurements, row: SystemRow, titles: Sequence[str], *, bar: bool = False
+    measurements: Measurements, row: SystemRow, titles: Sequence[str], *, bar: bool = False
 ) -> list[Cell | str]:
     cells: list[Cell | str] = []
     for title in titles:
         if title in row.metrics:
             cells.append(measured_cell(row.metrics[title], len(row.runs), bar=bar))
         else:
-            task = found.tasks[title]
+            task = measurements.tasks[title]
             cells.append(
                 FAILED if task in row.failed else _WAITING if task in row.waiting else _DASH
             )
     return cells
 
 
-def _first_columns(found: Measurements, rows: Sequence[SystemRow]) -> list[str]:
+def _first_columns(measurements: Measurements, rows: Sequence[SystemRow]) -> list[str]:
     """Return the first column of each task that a row has."""
-    titles = [title for title in found.columns if any(_has(found, row, title) for row in rows)]
-    return list({found.tasks[title]: title for title in reversed(titles)}.values())[::-1]
+    titles = [
+        title
+        for title in measurements.columns
+        if any(_has(measurements, row, title) for row in rows)
+    ]
+    return list({measurements.tasks[title]: title for title in reversed(titles)}.values())[::-1]
 
 
-def _has(found: Measurements, row: SystemRow, title: str) -> bool:
-    return title in row.metrics or found.tasks[title] in row.failed
+def _has(measurements: Measurements, row: SystemRow, title: str) -> bool:
+    return title in row.metrics or measurements.tasks[title] in row.failed
 
 
 def _rank_cell(rank: Rank | None) -> Cell | str:
@@ -387,8 +400,8 @@ def _encoders(row: SystemRow) -> str:
     return " + ".join(str(name) for name in names if name) or _DASH
 
 
-def _seeds_caption(found: Measurements) -> str:
-    seeds = len(found.plan.config.seeds)
+def _seeds_caption(measurements: Measurements) -> str:
+    seeds = len(measurements.plan.config.seeds)
     over = "one seed; intervals are over test items and not over trainings" if seeds == 1 else (
         f"means over {seeds} seeds; intervals are over test items and seeds"
     )  # fmt: skip
@@ -404,7 +417,7 @@ _CAPTION = (
 )
 
 
-def gain_tables(found: Measurements) -> list[Table]:
+def gain_tables(measurements: Measurements) -> list[Table]:
     """Return the differences of trained systems from their start weights, and of starts from the
     first one.
 
@@ -412,15 +425,15 @@ def gain_tables(found: Measurements) -> list[Table]:
     training.
     """
     tables: list[Table] = []
-    for group, rows in found.groups().items():
-        title = titled("What training adds to the start weights", group_name(found, group))
-        tables += _table(found, title, _pairs(rows, "trained", rows, "start"))
-    first, *others = (start.name for start in found.plan.config.starts)
-    for (corpus, start), rows in found.groups().items():
+    for group, rows in measurements.groups().items():
+        title = titled("What training adds to the start weights", group_name(measurements, group))
+        tables += _table(measurements, title, _pairs(rows, "trained", rows, "start"))
+    first, *others = (start.name for start in measurements.plan.config.starts)
+    for (corpus, start), rows in measurements.groups().items():
         if start in others:
             title = titled(f"What the start {start} adds to {first}", corpus)
-            before = found.groups().get((corpus, first), [])
-            tables += _table(found, title, _pairs(rows, "trained", before, "trained"))
+            before = measurements.groups().get((corpus, first), [])
+            tables += _table(measurements, title, _pairs(rows, "trained", before, "trained"))
     return tables
 
 
@@ -435,16 +448,16 @@ def _pairs(
 
 
 def _table(
-    found: Measurements, title: str, pairs: Sequence[tuple[SystemRow, SystemRow]]
+    measurements: Measurements, title: str, pairs: Sequence[tuple[SystemRow, SystemRow]]
 ) -> Iterator[Table]:
     titles = [
         name
-        for name, column in found.columns.items()
+        for name, column in measurements.columns.items()
         if not column.is_baseline
         and any(name in one.metrics and name in other.metrics for one, other in pairs)
     ]
     if titles:
-        one_seed = len(found.plan.config.seeds) == 1
+        one_seed = len(measurements.plan.config.seeds) == 1
         rows: list[list[Cell | str]] = []
         rows += [[one.name, *(_cell(one, other, name) for name in titles)] for one, other in pairs]
         seeds = "The intervals do not cover the training, which has one seed." if one_seed else ""

@@ -32,7 +32,7 @@ from medvl.models import system
 _BELOW_ZERO = "-below-zero", ", losses that fall below zero", "loss"
 
 
-def loss_section(found: Measurements, store: Store) -> Pictures | None:
+def loss_section(measurements: Measurements, store: Store) -> Pictures | None:
     """Return the training losses of the first seed, relative to the first record; None without
     records.
 
@@ -42,11 +42,13 @@ def loss_section(found: Measurements, store: Store) -> Pictures | None:
     strips = []
     for family, title in FAMILIES.items():
         lines: dict[str, tuple[list[float], list[float]]] = {}
-        for row in itertools.chain(*found.groups().values()):
+        for row in itertools.chain(*measurements.groups().values()):
             if row.family == family and row.weights == "trained":
                 curve = _losses(store, row.runs[0])
                 if curve is not None:
-                    lines[", ".join(filter(None, [row.name, group_name(found, row.group)]))] = curve
+                    lines[
+                        ", ".join(filter(None, [row.name, group_name(measurements, row.group)]))
+                    ] = curve
         below = {name: curve for name, curve in lines.items() if min(curve[1]) < 0}
         ratios = {
             name: (x, [y / ys[0] for y in ys])
@@ -70,17 +72,17 @@ def loss_section(found: Measurements, store: Store) -> Pictures | None:
     return Pictures(title="Training", strips=strips, caption=caption, kind="wide")
 
 
-def share_sections(found: Measurements) -> list[Section]:
+def share_sections(measurements: Measurements) -> list[Section]:
     """Return the metrics by share of the pretraining pairs; none of a benchmark with one share."""
-    if len(found.plan.config.shares) < 2:
+    if len(measurements.plan.config.shares) < 2:
         return []
     sections: list[Section] = []
-    for group in dict.fromkeys(row.group for row in found.rows):
-        rows = [row for row in found.rows if row.group == group and row.weights == "trained"]
-        name = group_name(found, group)
+    for group in dict.fromkeys(row.group for row in measurements.rows):
+        rows = [row for row in measurements.rows if row.group == group and row.weights == "trained"]
+        name = group_name(measurements, group)
         strips = []
         lines: list[list[Cell | str]] = []
-        for title in found.columns:
+        for title in measurements.columns:
             of_system: dict[str, list[SystemRow]] = {}
             for row in sorted(
                 (row for row in rows if title in row.metrics), key=lambda row: row.share
@@ -97,10 +99,10 @@ def share_sections(found: Measurements) -> list[Section]:
                 strips.append(
                     Strip(title=title, pictures=[_picture(plot, f"{title} by share of the pairs.")])
                 )
-        shares = sorted(found.plan.config.shares)
+        shares = sorted(measurements.plan.config.shares)
         for row_name in dict.fromkeys(row.name for row in rows):
-            for title in found.columns:
-                task = found.tasks[title]
+            for title in measurements.columns:
+                task = measurements.tasks[title]
                 own = {
                     row.share: measured_cell(row.metrics[title], len(row.runs))
                     if title in row.metrics
@@ -122,12 +124,12 @@ def share_sections(found: Measurements) -> list[Section]:
     return sections
 
 
-def label_sections(found: Measurements) -> list[Section]:
+def label_sections(measurements: Measurements) -> list[Section]:
     """Return the linear probes by share of the labels; none of a benchmark with one share."""
-    probes = {name: titles for name, titles in _probes(found).items() if len(titles) > 1}
+    probes = {name: titles for name, titles in _probes(measurements).items() if len(titles) > 1}
     sections: list[Section] = []
-    for group, rows in found.groups().items():
-        name = group_name(found, group)
+    for group, rows in measurements.groups().items():
+        name = group_name(measurements, group)
         strips = []
         for probe, titles in probes.items():
             curves = {}
@@ -155,27 +157,27 @@ def label_sections(found: Measurements) -> list[Section]:
     return sections
 
 
-def _probes(found: Measurements) -> dict[str, dict[float, str]]:
+def _probes(measurements: Measurements) -> dict[str, dict[float, str]]:
     """Return task, metric and target -> share of the labels -> title, of columns such as
     auroc@10%.
     """
     probes: dict[str, dict[float, str]] = {}
-    for title, column in found.columns.items():
+    for title, column in measurements.columns.items():
         metric, at, share = column.metric.partition("@")
         if at and share.endswith("%"):
             target = "" if column.targets[0].startswith("macro") else f", {column.targets[0]}"
-            probe = f"{found.tasks[title]}, {metric.upper()}{target}"
+            probe = f"{measurements.tasks[title]}, {metric.upper()}{target}"
             probes.setdefault(probe, {})[float(share.removesuffix("%")) / 100] = title
     return {name: dict(sorted(titles.items())) for name, titles in probes.items()}
 
 
 def cost_section(
-    found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]
+    measurements: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]
 ) -> Pictures | None:
     """Return quality beside training time for each column; None without costs."""
-    name = group_name(found, group)
+    name = group_name(measurements, group)
     strips = []
-    for title in found.columns:
+    for title in measurements.columns:
         points = {}
         for row in rows:
             minutes = [cost.train_seconds / 60 for cost in row.costs if cost.train_seconds]
@@ -242,34 +244,34 @@ class Site:
 def write_site(plan: Plan, store: Store) -> Site:
     """Write results.jsonl and the pages of a benchmark into its folder."""
     store.write_lines(plan.runs)
-    found = measure_systems(plan, store)
+    measurements = measure_systems(plan, store)
     main = [
         table
-        for group, rows in found.groups().items()
+        for group, rows in measurements.groups().items()
         for table in (
-            tables.survey_table(found, group, rows),
-            *tables.family_tables(found, group, rows),
+            tables.survey_table(measurements, group, rows),
+            *tables.family_tables(measurements, group, rows),
         )
     ]
-    failures = [tables.failures_table(found)] if found.failures else []
-    empty = tables.empty_columns_table(found)
+    failures = [tables.failures_table(measurements)] if measurements.failures else []
+    empty = tables.empty_columns_table(measurements)
     main += [] if empty is None else [empty]
     sections: dict[str, list[Section]] = {
         "Benchmark": [*main, *failures],
-        "Gains": [*gains.gain_tables(found)],
-        "Ranks": _ranks(found),
-        "Cost": _cost(found),
-        "Learning curves": _curves(found, store),
+        "Gains": [*gains.gain_tables(measurements)],
+        "Ranks": _ranks(measurements),
+        "Cost": _cost(measurements),
+        "Learning curves": _curves(measurements, store),
         "Systems": [
-            _systems(found, store),
-            *([tables.columns_table(found)] if found.columns else []),
+            _systems(measurements, store),
+            *([tables.columns_table(measurements)] if measurements.columns else []),
         ],
-        "Failures": [tables.failures_table(found), tables.refusals_table(found)],
+        "Failures": [tables.failures_table(measurements), tables.refusals_table(measurements)],
     }
     shown = {title: parts for title, parts in sections.items() if parts}
     files = [(title, _FILES[title]) for title in shown]
-    written = [_write(title, parts, found, store, files) for title, parts in shown.items()]
-    return Site(pages=tuple(written), tables=(*main, *failures), failures=found.failures)
+    written = [_write(title, parts, measurements, store, files) for title, parts in shown.items()]
+    return Site(pages=tuple(written), tables=(*main, *failures), failures=measurements.failures)
 
 
 def print_site(site: Site) -> str:
@@ -278,40 +280,40 @@ def print_site(site: Site) -> str:
     return "\n".join([*texts, f"Wrote {site.pages[0]}"])
 
 
-def _ranks(found: Measurements) -> list[Section]:
+def _ranks(measurements: Measurements) -> list[Section]:
     sections: list[Section] = []
-    for group, rows in found.groups().items():
-        ranks = tables.ranks_of(found, rows)
+    for group, rows in measurements.groups().items():
+        ranks = tables.ranks_of(measurements, rows)
         if ranks:
-            sections.append(tables.ranks_table(found, group, rows, ranks))
-            sections += tables.rank_tables(found, group, rows, ranks)
-        unranked = tables.unranked_table(found, group, rows)
+            sections.append(tables.ranks_table(measurements, group, rows, ranks))
+            sections += tables.rank_tables(measurements, group, rows, ranks)
+        unranked = tables.unranked_table(measurements, group, rows)
         sections += [] if unranked is None else [unranked]
     return sections or [_nothing("Ranks", "Ranks need two systems with results.")]
 
 
-def _cost(found: Measurements) -> list[Section]:
+def _cost(measurements: Measurements) -> list[Section]:
     sections: list[Section] = []
-    for group, rows in found.groups().items():
-        sections.append(tables.cost_table(found, group, rows))
-        plots = cost_section(found, group, rows)
+    for group, rows in measurements.groups().items():
+        sections.append(tables.cost_table(measurements, group, rows))
+        plots = cost_section(measurements, group, rows)
         sections += [] if plots is None else [plots]
     return sections or [_nothing("Cost", "No run is finished.")]
 
 
-def _curves(found: Measurements, store: Store) -> list[Section]:
-    losses = loss_section(found, store)
+def _curves(measurements: Measurements, store: Store) -> list[Section]:
+    losses = loss_section(measurements, store)
     sections = [
-        *share_sections(found),
-        *label_sections(found),
+        *share_sections(measurements),
+        *label_sections(measurements),
         *([losses] if losses else []),
     ]
     return sections or [_nothing("Learning curves", "No run has records.")]
 
 
-def _systems(found: Measurements, store: Store) -> Table:
+def _systems(measurements: Measurements, store: Store) -> Table:
     rows: list[list[Cell | str]] = []
-    for run in found.plan.runs:
+    for run in measurements.plan.runs:
         summary = (system(run.system).__doc__ or "").strip().partition("\n")[0]
         folder = f"runs/{run.key}"
         recipe = f"{Path(run.recipe).stem} {run.preset}"
@@ -334,12 +336,12 @@ def _systems(found: Measurements, store: Store) -> Table:
     )
 
 
-def _own_starts(found: Measurements) -> list[str]:
+def _own_starts(measurements: Measurements) -> list[str]:
     """Return a phrase for each run that systems start from: "14 systems from the run of
     convirt".
     """
     referred = {
-        (run.name, name) for run in found.plan.runs for name in find_references(run.settings)
+        (run.name, name) for run in measurements.plan.runs for name in find_references(run.settings)
     }
     counts = Counter(name for _, name in referred)
     return [
@@ -355,12 +357,12 @@ def _nothing(title: str, reason: str) -> Table:
 def _write(
     title: str,
     sections: Sequence[Section],
-    found: Measurements,
+    measurements: Measurements,
     store: Store,
     files: Sequence[tuple[str, str]],
 ) -> Path:
-    config = found.plan.config
-    states = [store.state(run) for run in found.plan.runs]
+    config = measurements.plan.config
+    states = [store.state(run) for run in measurements.plan.runs]
     counts = ", ".join(
         f"{states.count(state)} {state}" for state in ("finished", "failed", "to do")
     )
@@ -377,7 +379,9 @@ def _write(
             ("Corpora", ", ".join(corpus.name for corpus in config.corpora)),
             (
                 "Start weights",
-                "; ".join((", ".join(start.name for start in config.starts), *_own_starts(found))),
+                "; ".join(
+                    (", ".join(start.name for start in config.starts), *_own_starts(measurements))
+                ),
             ),
             ("Training", f"{length}, {batch}"),
             ("Intervals", f"95%, {config.evaluation.resamples:,} resamples of patients"),

@@ -132,8 +132,8 @@ def _patients(
     images: GeneratedImages, deid: Deidentifier, sources: Sequence[Path]
 ) -> Mapping[str, str]:
     """Return the patient of each key of the sources. Raises as `plan`."""
-    wanted = {row.source_key for row in images.rows if row.source_key is not None}
-    if wanted and not sources:
+    source_keys = {row.source_key for row in images.rows if row.source_key is not None}
+    if source_keys and not sources:
         message = (
             f"the prompts of {images.folder} are texts of shards; name these with "
             f"--source, for their patients"
@@ -149,12 +149,12 @@ def _patients(
                 field="salt",
             )
         for position in range(len(source)):
-            if source.key(position) in wanted:
+            if source.key(position) in source_keys:
                 patients[source.key(position)] = source.sample(position).patient
-    lacking = len(wanted) - len(patients)
+    lacking = len(source_keys) - len(patients)
     if lacking:
         message = (
-            f"{lacking} of {len(wanted)} prompts of {images.folder} are not texts of the "
+            f"{lacking} of {len(source_keys)} prompts of {images.folder} are not texts of the "
             f"shards of --source"
         )
         raise CorpusError(message, "not_found", field="source")

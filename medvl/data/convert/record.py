@@ -264,8 +264,8 @@ def _crop_background(
     """Return the sample and the pixels of the foreground and of all boxes, or those of the whole
     image where no foreground is found.
     """
-    found = find_foreground(pixels)
-    if found is None:
+    box = find_foreground(pixels)
+    if box is None:
         warnings["no_foreground"] += 1
         return sample, pixels
     height, width = pixels.shape[:2]
@@ -274,7 +274,7 @@ def _crop_background(
         published_height, published_width = published_size(sample)
         size = (published_width, published_height)
     across, down = size[0] / width, size[1] / height
-    edges = [(found[0], found[1], found[0] + found[2], found[1] + found[3])]
+    edges = [(box[0], box[1], box[0] + box[2], box[1] + box[3])]
     edges += [
         (left / across, top / down, right / across, bottom / down)
         for left, top, right, bottom in box_edges(sample.extra)

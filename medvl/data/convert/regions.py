@@ -224,8 +224,8 @@ class _Run:
         skipped = []
         regions = 0
         with new_tar(tar) as writer:
-            for rows, found in self._detect(first, shard.samples):
-                for row, each in zip(rows, found, strict=True):
+            for rows, detections in self._detect(first, shard.samples):
+                for row, each in zip(rows, detections, strict=True):
                     if isinstance(each, str):
                         skipped.append((keys[row], each))
                     else:
@@ -297,8 +297,8 @@ class _Run:
 
     def _detect_images(self, images: Sequence[Any]) -> list[Regions | str]:
         readable = [image for image in images if not isinstance(image, str)]
-        found = iter(self.detector(readable) if readable else ())
-        return [image if isinstance(image, str) else next(found) for image in images]
+        detections = iter(self.detector(readable) if readable else ())
+        return [image if isinstance(image, str) else next(detections) for image in images]
 
 
 def _identity(manifest: RegionManifest) -> dict[str, Any]:

@@ -192,10 +192,10 @@ class ParquetFiles(Corpus):
             "--splits": self.splits,
             "--split-column": columns.split_column,
         }
-        chosen = [option for option, value in sources.items() if value]
-        if len(chosen) > 1:
+        options = [option for option, value in sources.items() if value]
+        if len(options) > 1:
             raise ConfigError(
-                f"expected one source of splits, got {' and '.join(chosen)}",
+                f"expected one source of splits, got {' and '.join(options)}",
                 "conflict",
                 field="split",
             )
@@ -245,9 +245,9 @@ class ParquetFiles(Corpus):
         if self.split is not None or self.splits or self.columns.split_column:
             return self.split
         for name in (file.name, file.parent.name):
-            found = {_SPLITS[word] for word in re.split(r"[-_.]", name.lower()) if word in _SPLITS}
-            if len(found) == 1:
-                return found.pop()
+            splits = {_SPLITS[word] for word in re.split(r"[-_.]", name.lower()) if word in _SPLITS}
+            if len(splits) == 1:
+                return splits.pop()
         message = (
             f"{file}: expected one of train, validation and test in the name of the file or its "
             f"folder; give --split, --split-column or --splits"
@@ -280,7 +280,7 @@ def _expand(patterns: Sequence[str]) -> list[Location]:
     """Return the files of patterns, in order and once each. Raises CorpusError where a pattern
     matches none.
     """
-    found: dict[Location, None] = {}
+    locations: dict[Location, None] = {}
     for pattern in patterns:
         text = pattern if pattern.endswith(".parquet") else f"{pattern.rstrip('/')}/*.parquet"
         wildcard = _WILDCARD.search(text)
@@ -289,8 +289,8 @@ def _expand(patterns: Sequence[str]) -> list[Location]:
         files: list[Location] = [base] if wildcard is None else sorted(base.glob(text[start:]))
         if not files or not files[0].is_file():
             raise CorpusError(f"{pattern} matches no .parquet file", "not_found", field="files")
-        found.update(dict.fromkeys(files))
-    return list(found)
+        locations.update(dict.fromkeys(files))
+    return list(locations)
 
 
 class _Row(NamedTuple):

@@ -73,8 +73,8 @@ class WebdatasetTars(Corpus):
         """
         check_name(self.name, "name")
         fractions = parse_fractions(self.splits)
-        found = expand_tars(self.tars)
-        repeated = [tar for tar, count in Counter(tar.name for tar in found).items() if count > 1]
+        tars = expand_tars(self.tars)
+        repeated = [tar for tar, count in Counter(tar.name for tar in tars).items() if count > 1]
         if repeated:
             message = (
                 f"several tars are named {repeated[0]}, which keys depend on; convert them "
@@ -85,11 +85,11 @@ class WebdatasetTars(Corpus):
             message = f"max_samples must be at least 1, got {self.max_samples}"
             raise ConfigError(message, "out_of_range", field="max_samples")
         reader = _Reader(deid, access, self, fractions)
-        records = Records(map(Record, itertools.chain.from_iterable(map(reader.samples, found))))
+        records = Records(map(Record, itertools.chain.from_iterable(map(reader.samples, tars))))
         if not records:
             detail = f"{listed(reader.rows.left_out) or 'none read'}; {reader.counts}"
             message = (
-                f"{describe_tars(found)}: no sample is left ({detail}); check the suffixes of "
+                f"{describe_tars(tars)}: no sample is left ({detail}); check the suffixes of "
                 f"image and text"
             )
             raise CorpusError(message, "empty")
@@ -134,20 +134,20 @@ class _Reader:
         if isinstance(tar, RemotePath) and not tar.sends_ranges():
             tar = self.access.local_copy(tar)
         before = self.counts.samples
-        found = 0
+        count = 0
         fields = (self.group, *self.keep_field)
         for members in read_tar(tar, self.fields, *fields, counts=self.counts, places=True):
-            found += 1
+            count += 1
             sample = self._sample(name, members)
             if sample is not None:
                 self.rows.kept += 1
                 yield sample
             if self._is_full():
-                self.rows.read += found
+                self.rows.read += count
                 return
         samples = self.counts.samples - before
         self.rows.read += samples
-        self.rows.exclude("no_image_or_text", samples - found)
+        self.rows.exclude("no_image_or_text", samples - count)
 
     def _is_full(self) -> bool:
         return self.max_samples is not None and self.rows.kept >= self.max_samples

@@ -407,11 +407,11 @@ def linear_values(frame: Frame, display: Display, layout: PixelLayout) -> Linear
     else:
         sample = values_HW.ravel()[:: max(1, values_HW.size // _SAMPLE)]
         sample = sample[np.isfinite(sample)]
-        chosen = (
+        window = (
             shade if isinstance(shade, Range) else _percentile_range(sample, np.ones(sample.shape))
         )
-        low = chosen.low
-        high = chosen.high
+        low = window.low
+        high = window.high
     return LinearValues(values_HW, (low + high) / 2, max(high - low, 1e-6), display.inverted)
 
 

@@ -116,8 +116,8 @@ class EntityFinder:
         known_Q = self.hash_N[place_Q] == np.concatenate(windows)
         end = 0
         for count, window in enumerate(windows, start=1):  # longer names replace shorter ones
-            found = np.flatnonzero(known_Q[end : end + len(window)])
-            length_W[found], entity_W[found] = count, self.entity_N[place_Q[end + found]]
+            indices = np.flatnonzero(known_Q[end : end + len(window)])
+            length_W[indices], entity_W[indices] = count, self.entity_N[place_Q[end + indices]]
             end += len(window)
         return length_W, entity_W
 

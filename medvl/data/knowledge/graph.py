@@ -303,13 +303,13 @@ def read_definitions(
     Of the options, sources and `suppressible` apply. Raises CorpusError as `read_umls` does.
     """
     release = _Release(_meta(Path(folder)), options or UMLSOptions())
-    wanted = set(identifiers)
-    found: dict[str, dict[str, None]] = {}
+    concepts = set(identifiers)
+    definitions: dict[str, dict[str, None]] = {}
     for row in release.rows(_DEFINITIONS):
         text = " ".join(row[5].split())
-        if row[0] in wanted and text and release.selects(row[4], row[6]):
-            found.setdefault(row[0], {})[text] = None
-    return {identifier: list(texts) for identifier, texts in found.items()}
+        if row[0] in concepts and text and release.selects(row[4], row[6]):
+            definitions.setdefault(row[0], {})[text] = None
+    return {identifier: list(texts) for identifier, texts in definitions.items()}
 
 
 class _Release:
@@ -319,10 +319,10 @@ class _Release:
         self.meta = meta
         self.options = options
         self.typed = self._typed() if options.semantic_types else None
-        chosen = {
+        selections = {
             name: getattr(options, name) for name in ("sources", "semantic_types", "relations")
         }
-        described = [f"{name} {' '.join(values)}" for name, values in chosen.items() if values]
+        described = [f"{name} {' '.join(values)}" for name, values in selections.items() if values]
         self.selected = ", ".join([f"language {options.language}", *described])
 
     def concepts(self) -> bytearray:
@@ -352,14 +352,14 @@ class _Release:
         """Return the names of relations and the distinct triples of CUIs (N, 3) among the kept
         concepts.
         """
-        wanted = set(self.options.relations)
+        relation_names = set(self.options.relations)
         numbers = dict[str, int]()
         values = array("q")
         for row in self.rows(_RELATIONS):
-            relation = row[7] or (row[3] if wanted else "")
+            relation = row[7] or (row[3] if relation_names else "")
             if (
                 not relation
-                or (wanted and relation not in wanted)
+                or (relation_names and relation not in relation_names)
                 or not self.selects(row[10], row[14])
             ):
                 continue
@@ -404,9 +404,9 @@ class _Release:
 
     def _typed(self) -> bytearray:
         flags = bytearray(_CUIS)
-        wanted = set(self.options.semantic_types)
+        semantic_types = set(self.options.semantic_types)
         for row in self.rows(_TYPES):
-            if row[1] in wanted:
+            if row[1] in semantic_types:
                 flags[_number(row[0])] = 1
         return flags
 

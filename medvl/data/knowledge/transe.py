@@ -122,7 +122,7 @@ def held_out(triples_N3: np.ndarray, share: float, seed: int) -> np.ndarray:
     _, pair_N = np.unique(pair_N2, axis=0, return_inverse=True)
     pair_N = pair_N.reshape(-1)
     order = np.random.default_rng(seed).permutation(pair_N.max(initial=-1) + 1)
-    wanted = round(share * len(order))
+    target = round(share * len(order))
     uses = [np.bincount(column, minlength=column.max(initial=0) + 1) for column in triples_N3.T]
     entity_uses = np.bincount(pair_N2.reshape(-1), minlength=1)
     held = np.zeros(len(order), bool)
@@ -130,7 +130,7 @@ def held_out(triples_N3: np.ndarray, share: float, seed: int) -> np.ndarray:
         np.argsort(pair_N, kind="stable"), np.cumsum(np.bincount(pair_N, minlength=len(order)))[:-1]
     )
     for pair in order.tolist():
-        if held.sum() >= wanted:
+        if held.sum() >= target:
             break
         rows = triples_N3[of_pair[pair]]
         relations, counts = np.unique(rows[:, 1], return_counts=True)

@@ -209,8 +209,8 @@ class SourceView:
     def organs(self, position: int, slices: slice | None = None) -> np.ndarray | None:
         """Return the organs of the volume at `position`, of a source that has them."""
         source: Any = self.source
-        found: np.ndarray | None = source.organs(self.source_position(position), slices)
-        return found
+        mask: np.ndarray | None = source.organs(self.source_position(position), slices)
+        return mask
 
     def volume_bytes(self, position: int) -> int:
         """Return the stored bytes of the volume at `position`, of a source that has them."""

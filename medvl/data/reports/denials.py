@@ -67,9 +67,9 @@ def turn_findings(text: str) -> Denial:
     turned: set[str] = set()
     end = 0
     for start, stop in runs:
-        sentence, found = _turn_sentence(text[start:stop], value)
+        sentence, findings = _turn_sentence(text[start:stop], value)
         pieces += [text[end:start], sentence]
-        turned |= found
+        turned |= findings
         end = stop
     sign = 1 if value == POSITIVE else -1
     return Denial(
@@ -81,20 +81,20 @@ def turn_findings(text: str) -> Denial:
 def _turn_sentence(sentence: str, value: int) -> tuple[str, frozenset[str]]:
     """Return a sentence in which the findings of a value have the other one, and these findings."""
     mentions = find_mentions(sentence)
-    found = frozenset(each.finding for each in mentions if each.value == value)
-    if not found:
-        return sentence, found
-    wanted = {(each.finding, _turned(each.value, value)) for each in mentions}
+    findings = frozenset(each.finding for each in mentions if each.value == value)
+    if not findings:
+        return sentence, findings
+    expected = {(each.finding, _turned(each.value, value)) for each in mentions}
     if all(each.value == value for each in mentions):
         words = _deny(sentence) if value == POSITIVE else _affirm(sentence)
         for text in words:
-            if {(each.finding, each.value) for each in find_mentions(text)} == wanted:
-                return text, found
+            if {(each.finding, each.value) for each in find_mentions(text)} == expected:
+                return text, findings
     statements = [
         statement(each.finding, _turned(each.value, value), place_of(*places))
         for each, places in zip(mentions, places_of(mentions), strict=True)
     ]
-    return " ".join(dict.fromkeys(statements)), found
+    return " ".join(dict.fromkeys(statements)), findings
 
 
 def _turned(own: int, value: int) -> int:

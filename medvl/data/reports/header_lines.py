@@ -133,17 +133,17 @@ def divide_lines(text: str) -> list[str]:
     is_only = "\n" not in text.strip()
     lines: list[str] = []
     for line in text.split("\n"):
-        found = (
+        suffix_at = (
             {match.end(): _common_suffix(match) for match in _IN_ONLY_LINE.finditer(line)}
             if is_only
             else {}
         )
-        found |= {
+        suffix_at |= {
             match.end("label"): match.start("label")
             for match in _IN_LINE.finditer(line)
             if _is_common_within(match)
         }
-        starts = {start for start in found.values() if start is not None}
+        starts = {start for start in suffix_at.values() if start is not None}
         starts |= {match.end() for match in _SIGNATURE_IN_LINE.finditer(line)}
         starts |= (
             {match.start() for match in _CAPITALS_IN_LINE.finditer(line)} if is_only else set()
@@ -202,23 +202,23 @@ def _labels(line: str) -> list[tuple[str, str, bool]]:
     match = _HEADER.match(line)
     if match is not None:
         spaced = match["rest"][:1].isspace() or not match["rest"] or not match["label"].isupper()
-        found = [(match["label"], match["rest"].removeprefix(" ,"), not spaced)]
+        labels = [(match["label"], match["rest"].removeprefix(" ,"), not spaced)]
     else:
-        found = [] if _COLUMNS.search(line.strip()) else [(line.strip(" \t.;-–"), "", True)]
+        labels = [] if _COLUMNS.search(line.strip()) else [(line.strip(" \t.;-–"), "", True)]
         divided = _DIVIDED.match(line)
         if divided is not None:
             begins = divided["mark"] != "  " or not divided["rest"][0].islower()
-            found += [(divided["label"], divided["rest"], True)] if begins else []
+            labels += [(divided["label"], divided["rest"], True)] if begins else []
     capitals = _CAPITALS.match(line)
     if capitals is not None:
         words = capitals["label"].split(" ")
         rest = capitals["rest"]
-        found += [(" ".join(words[:n]), " ".join([*words[n:], rest]), True) for n in (len(words),)]
+        labels += [(" ".join(words[:n]), " ".join([*words[n:], rest]), True) for n in (len(words),)]
     marks = _MARKS.match(line)
     decorated = None if marks is None else _DECORATED.match(line, marks.end())
     if decorated is not None:
-        found.append((decorated["label"], (decorated["rest"] or "").strip("| \t"), True))
-    return found
+        labels.append((decorated["label"], (decorated["rest"] or "").strip("| \t"), True))
+    return labels
 
 
 def _opened(

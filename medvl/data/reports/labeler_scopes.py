@@ -105,7 +105,7 @@ def find_names(
     marked = list(sentence)
     for span in spans:
         marked[span.start : span.end] = "\0" * (span.end - span.start)
-    found: dict[int, Cue | None] = {}
+    cues: dict[int, Cue | None] = {}
     own_starts = sorted(span.start for span in spans)
     words = {span.start: sentence[span.start : span.end] for span in spans}
     first_cues = {cue.start: cue for cue in before}
@@ -130,8 +130,8 @@ def find_names(
                 cue = None  # "right: none, left: small"
         if cue is None and not sentence[mark + 1 : end].strip(" .;,"):
             cue = Cue(mark, mark + 1, None, "after")
-        found |= dict.fromkeys(own, cue)
-    return found
+        cues |= dict.fromkeys(own, cue)
+    return cues
 
 
 WORD = r"[\w'/-]+"
@@ -372,7 +372,7 @@ def _choose_sides(
     """
     others = sorted(cue.start for cue in cues)
     predicate = compile_table(tables.PREDICATE_ENDS, prefix=" *(?:[^ \\w]|$)| ")
-    chosen = []
+    sides = []
     for cue in cues:
         if cue.side == "either":
             index = bisect_left(phrases, cue.end)
@@ -385,8 +385,8 @@ def _choose_sides(
                 cue = dataclasses.replace(cue, side="after")
             else:
                 continue
-        chosen.append(cue)
-    return chosen
+        sides.append(cue)
+    return sides
 
 
 @dataclasses.dataclass(slots=True)

@@ -78,11 +78,11 @@ def organs_named(text: str) -> tuple[str, ...]:
 
 def split_by_organ(text: str) -> dict[str, str]:
     """Return the sentences of a text by the organ that they name; others are left out."""
-    found: dict[str, list[str]] = {}
+    sentences_of: dict[str, list[str]] = {}
     for sentence in split_sentences(text):
         for organ in organs_named(sentence):
-            found.setdefault(organ, []).append(sentence)
-    return {organ: join_texts(found[organ]) for organ in ORGANS if organ in found}
+            sentences_of.setdefault(organ, []).append(sentence)
+    return {organ: join_texts(sentences_of[organ]) for organ in ORGANS if organ in sentences_of}
 
 
 def is_normal(text: str) -> bool:
@@ -142,7 +142,7 @@ def organ_texts(
 
     Organs without a text are left out: the report states nothing about them.
     """
-    found: dict[str, dict[str, Any]] = {}
+    texts_of: dict[str, dict[str, Any]] = {}
     for part, section in PARTS.items():
         if given is not None and part in given:
             texts: Mapping[str, Any] = given[part]
@@ -155,9 +155,9 @@ def organ_texts(
                 continue
             stated = entry.get("normal") if isinstance(entry, Mapping) else None
             normal = is_normal(text) if stated is None else stated
-            known = found.setdefault(organ, {"normal": True})
+            known = texts_of.setdefault(organ, {"normal": True})
             known |= {part: text, "normal": known["normal"] and normal}
-    return found
+    return texts_of
 
 
 def template_of(organ: str) -> str:

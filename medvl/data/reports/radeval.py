@@ -36,10 +36,10 @@ def open_radeval(metric: str) -> ReportScores:
         raise ConfigError(message, "unsupported", field="radeval") from error
 
     def scores(texts: Sequence[str], references: Sequence[str]) -> dict[str, list[float]]:
-        found = scorer(refs=list(references), hyps=list(texts))
+        metrics = scorer(refs=list(references), hyps=list(texts))
         return {
             name: [float(value) for value in values]
-            for name, values in found.items()
+            for name, values in metrics.items()
             if isinstance(values, list) and len(values) == len(texts)
         }
 

@@ -188,7 +188,7 @@ def units(text: str, width: int = 0) -> list[Unit]:
     lines = text.split("\n")
     firsts = [line.lstrip()[:1] for line in lines]
     style = _style(text, lines, width) if len(lines) > 1 else None  # of no use to a single line
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
     marks: list[tuple[int, bool]] = []
     item: str | None = None
     open_unit = False
@@ -196,7 +196,7 @@ def units(text: str, width: int = 0) -> list[Unit]:
         if not line.strip():
             open_unit = False
             continue
-        before = found[-1][-1] if open_unit else None
+        before = groups[-1][-1] if open_unit else None
         mark = _list_mark(line, before, item)
         if mark is not None and line.lstrip()[0] in _SIGNS and firsts.count(line.lstrip()[0]) == 1:
             mark = None  # "+PPD", "> 3 cm"
@@ -206,7 +206,7 @@ def units(text: str, width: int = 0) -> list[Unit]:
             or style is None
             or _begins_statement(before, line, style)
         ):
-            found.append([])
+            groups.append([])
             length = 0 if mark is None else len(line[: mark.end()].strip())
             marks.append((length, mark is None or mark["kept"] is not None))
         if mark is not None:
@@ -218,11 +218,11 @@ def units(text: str, width: int = 0) -> list[Unit]:
                 or mark["roman"]
                 or mark["bare"]
             )
-        found[-1].append(line)
+        groups[-1].append(line)
         open_unit = True
     return [
         Unit(" ".join(" ".join(lines).split()), *mark)
-        for lines, mark in zip(found, marks, strict=True)
+        for lines, mark in zip(groups, marks, strict=True)
     ]
 
 

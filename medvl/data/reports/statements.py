@@ -96,8 +96,8 @@ def _noun(finding: str) -> str:
 
 def stated_name(text: str) -> str:
     """Return X of a text "There is X.", and any other text as it is."""
-    found = _PRESENT.fullmatch(text)
-    return text if found is None else found[1]
+    match = _PRESENT.fullmatch(text)
+    return text if match is None else match[1]
 
 
 def statements_of(text: str, conventions: Conventions = CHEXPERT) -> list[str]:
@@ -108,12 +108,16 @@ def statements_of(text: str, conventions: Conventions = CHEXPERT) -> list[str]:
     least one is.
     """
     mentions = find_mentions(text, conventions)
-    found = [
+    statements = [
         statement(each.finding, each.value, place_of(*places))
         for each, places in zip(mentions, places_of(mentions), strict=True)
     ]
     values = {each.value for each in mentions if each.finding != "Support Devices"}
-    return list(dict.fromkeys([*found, statement("No Finding")] if values == {NEGATIVE} else found))
+    return list(
+        dict.fromkeys(
+            [*statements, statement("No Finding")] if values == {NEGATIVE} else statements
+        )
+    )
 
 
 def place_of(sides: Sequence[str], zones: Sequence[str]) -> str:
@@ -148,14 +152,14 @@ def _by_clause(
     mentions: Sequence[Mention], read_clause: Callable[[str, int, int], _Read]
 ) -> list[_Read]:
     """Return what is read from the clause of each mention: its sentence, start and end."""
-    found: list[_Read] = []
+    readings: list[_Read] = []
     for sentence, group in itertools.groupby(mentions, key=lambda mention: mention.sentence):
         ends = _clause_ends(sentence)
         read = functools.cache(functools.partial(read_clause, sentence))
         for mention in group:
             after = bisect_left(ends, mention.start + len(mention.phrase))
-            found.append(read(ends[bisect_right(ends, mention.start) - 1], ends[after]))
-    return found
+            readings.append(read(ends[bisect_right(ends, mention.start) - 1], ends[after]))
+    return readings
 
 
 def _severity_in(sentence: str, start: int, end: int) -> str:
@@ -217,7 +221,7 @@ def read_statements(path: Path) -> Mapping[str, tuple[str, ...]]:
     Raises ConfigError naming the line: "not_found", "malformed", or "exists" for a study that
     occurs twice.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    statements: dict[str, tuple[str, ...]] = {}
     for where, row in read_json_objects(path, ConfigError, ("study", "statements"), field="file"):
         study = row["study"]
         texts = row["statements"]
@@ -228,12 +232,12 @@ def read_statements(path: Path) -> Mapping[str, tuple[str, ...]]:
         ):
             message = f'{where}: expected {{"study": NAME, "statements": [TEXT, ...]}}'
             raise ConfigError(message, "malformed", field="file")
-        if study in found:
+        if study in statements:
             raise ConfigError(f"{where}: the study occurs twice", "exists", field="file")
-        found[study] = tuple(
+        statements[study] = tuple(
             dict.fromkeys(" ".join(text.split()) for text in texts if text.strip())
         )
-    return found
+    return statements
 
 
 # Statements from RadGraph's annotations of reports (Jain et al., arXiv 2106.14463), in place of
@@ -281,14 +285,14 @@ def radgraph_statements(
     items = _reports_by_line(path) if path.name.endswith(".jsonl") else _reports_by_name(path)
     for number, (name, report) in enumerate(items, start=1):
         try:
-            found = tuple(dict.fromkeys(_statements(report["entities"])))
+            statements = tuple(dict.fromkeys(_statements(report["entities"])))
         except (KeyError, TypeError, AttributeError, ValueError):
             message = (
                 f"{path}, report {number}: expected entities with tokens, label and "
                 f"relations to known entities"
             )
             raise ConfigError(message, "malformed", field="file") from None
-        yield (name if study is None else name_in_shards(name, study)), found
+        yield (name if study is None else name_in_shards(name, study)), statements
 
 
 def _reports_by_name(path: Path) -> list[tuple[str, Any]]:
@@ -482,12 +486,12 @@ def positions_of(
 
     Of several places of a finding the first one counts; of several zones, the first one.
     """
-    found: dict[str, int] = {}
+    position_of: dict[str, int] = {}
     mentions = find_mentions(text, conventions)
     for mention, (sides, zones) in zip(mentions, places_of(mentions), strict=True):
         if mention.value == POSITIVE and (sides or zones):
-            found.setdefault(mention.finding, PLACES.index(place_of(sides, zones[:1])))
-    return [found.get(name, -1) for name in findings]
+            position_of.setdefault(mention.finding, PLACES.index(place_of(sides, zones[:1])))
+    return [position_of.get(name, -1) for name in findings]
 
 
 def mirrored_positions(positions: Sequence[int]) -> list[int]:

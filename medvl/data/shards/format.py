@@ -218,7 +218,7 @@ def nearby_splits(folder: str | Location) -> str:
     if not isinstance(path, Path):
         return ""
     inside, beside = (
-        sorted(found.parent for found in where.glob(f"*/{MANIFEST}"))
+        sorted(manifest.parent for manifest in where.glob(f"*/{MANIFEST}"))
         for where in (path, path.parent)
     )
     folders = inside or ([] if path.exists() else beside)

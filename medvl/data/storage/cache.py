@@ -145,9 +145,9 @@ class Cache:
             return None
         try:
             with self._lock(sha256[:16], wait=wait) as locked:
-                found = self.find(sha256)
-                if found is not None or not locked:
-                    return found
+                entry = self.find(sha256)
+                if entry is not None or not locked:
+                    return entry
                 partial = self._path(sha256).with_name(f"{sha256}.partial")
                 partial.unlink(missing_ok=True)
                 if not self._reserve(partial, size):
@@ -175,10 +175,10 @@ class Cache:
         """Return the content of a small file, fetched if the cache does not have it. Raises
         StorageError `mismatch`.
         """
-        found = self.find(sha256)
-        if found is not None:
+        path = self.find(sha256)
+        if path is not None:
             with contextlib.suppress(FileNotFoundError):  # removed by another process
-                return found.read_bytes()
+                return path.read_bytes()
         data = fetch()
         if hashlib.sha256(data).hexdigest() != sha256:
             raise _differs(name, "another sha256 than its manifest")
@@ -266,8 +266,8 @@ class Cache:
 
     def _entries(self) -> Iterator[tuple[float, Path, int]]:
         """Yield (time of last use, path, size) of every file."""
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as found:
-            for entry in found:
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            for entry in entries:
                 if _HASH.fullmatch(entry.name):
                     with contextlib.suppress(FileNotFoundError):
                         found_file = entry.stat(follow_symlinks=False)
@@ -322,12 +322,12 @@ class Cache:
             file.flush()
             os.fsync(file.fileno())
         if written != size or content.hexdigest() != sha256:
-            found = (
+            mismatch = (
                 f"{written} bytes of {size}"
                 if written != size
                 else "another sha256 than its manifest"
             )
-            raise _differs(name, found)
+            raise _differs(name, mismatch)
 
     @contextlib.contextmanager
     def _lock(self, name: str, *, wait: bool = True) -> Iterator[bool]:
@@ -354,9 +354,9 @@ class Cache:
             lock.release()
 
 
-def _differs(name: str, found: str) -> StorageError:
+def _differs(name: str, mismatch: str) -> StorageError:
     message = (
-        f"{name} has {found}: it was replaced or damaged in the store; upload it again, "
+        f"{name} has {mismatch}: it was replaced or damaged in the store; upload it again, "
         f"or convert again"
     )
     return StorageError(message, "mismatch")
@@ -366,10 +366,8 @@ def _identity(path: Path) -> str:
     """Return what identifies the bytes of a file: a new file has another inode, and a changed
     one another time.
     """
-    found = path.lstat()
-    return (
-        f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}\n"
-    )
+    info = path.lstat()
+    return f"{info.st_dev} {info.st_ino} {info.st_size} {info.st_mtime_ns} {info.st_ctime_ns}\n"
 
 
 _warned: set[str] = set()

@@ -136,13 +136,15 @@ class RemotePath:
         """Yield the files and folders whose relative path has the parts of `pattern`; none on
         web servers.
         """
-        wanted = pattern.split("/")
-        found = set()
+        pattern_parts = pattern.split("/")
+        names = set()
         for name in self.sizes():
-            parts = name.split("/")[: len(wanted)]
-            if len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted)):
-                found.add("/".join(parts))
-        yield from (self / name for name in sorted(found))
+            parts = name.split("/")[: len(pattern_parts)]
+            if len(parts) == len(pattern_parts) and all(
+                map(fnmatch.fnmatchcase, parts, pattern_parts)
+            ):
+                names.add("/".join(parts))
+        yield from (self / name for name in sorted(names))
 
     def open(self, mode: str = "rb") -> BinaryIO:
         """Return a buffered stream of the content, read in blocks."""

@@ -128,15 +128,15 @@ def _note_whole_files(url: str) -> None:
 
 def size(url: str) -> int:
     """Return the size of a file. Raises FileNotFoundError or StorageError."""
-    found = _repeat(url, lambda files, path: files.info(path))
-    if found.get("type") == "directory":
+    info = _repeat(url, lambda files, path: files.info(path))
+    if info.get("type") == "directory":
         raise FileNotFoundError(errno.ENOENT, "is a folder", url)
-    if found.get("size") is None:
+    if info.get("size") is None:
         raise StorageError(
             f"{url}: the server does not report the size of the file; use another server",
             "unsupported",
         )
-    return int(found["size"])
+    return int(info["size"])
 
 
 def list_files(url: str) -> dict[str, int]:
@@ -147,14 +147,14 @@ def list_files(url: str) -> dict[str, int]:
     def list_once(files: Any, path: str) -> dict[str, int]:
         root = path.rstrip("/") + "/"
         try:
-            found = files.find(path, detail=True)
+            entries = files.find(path, detail=True)
         except FileNotFoundError:
             return {}
-        if isinstance(found, list):  # adlfs, of a path that is a file
+        if isinstance(entries, list):  # adlfs, of a path that is a file
             return {}
         return {
             name.removeprefix(root): int(info["size"])
-            for name, info in found.items()
+            for name, info in entries.items()
             if name.startswith(root)
         }
 

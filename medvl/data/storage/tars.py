@@ -191,17 +191,17 @@ class RemoteTars:
         """Return the tar if the cache has it; its use is noted now and then, so that it is not
         replaced.
         """
-        found, checked = state.mapped.get(number, (None, 0.0))
+        tar, checked = state.mapped.get(number, (None, 0.0))
         now = time.monotonic()
-        if found is not None and now - checked < _CHECK:
-            return found
+        if tar is not None and now - checked < _CHECK:
+            return tar
         path = self.cache.find(self.tars[number].sha256)
         if path is None:
             state.mapped.pop(number, None)  # a mapped file takes space even after it was removed
             return None
-        found = found or MappedTars([path])
-        state.mapped[number] = found, now
-        return found
+        tar = tar or MappedTars([path])
+        state.mapped[number] = tar, now
+        return tar
 
     def _should_add(self, state: "_State", number: int) -> bool:
         """Return whether to fetch a tar now. Otherwise it is fetched in the background."""

@@ -59,15 +59,15 @@ class TarFields:
 
     def conditions(self) -> dict[tuple[str, str], set[str]]:
         """Return (suffix, field) -> allowed values. Raises ConfigError for other forms."""
-        found: dict[tuple[str, str], set[str]] = {}
+        values_of: dict[tuple[str, str], set[str]] = {}
         for condition in self.where:
             name, equals, value = condition.partition("=")
             suffix, colon, field = name.partition(":")
             if not (suffix and colon and field and equals):
                 message = f"expected json:FIELD=VALUE, got {condition!r}"
                 raise ConfigError(message, "malformed", field="where")
-            found.setdefault((suffix.lower(), field), set()).add(value)
-        return found
+            values_of.setdefault((suffix.lower(), field), set()).add(value)
+        return values_of
 
     def unmet(self, members: Mapping[str, Any]) -> str | None:
         """Return "FIELD=VALUE" of the first condition that a sample does not meet; None if it meets
@@ -152,7 +152,7 @@ def expand_tars(patterns: Sequence[str | Path]) -> list[Location]:
     """
     import braceexpand  # webdataset's own
 
-    found: list[Location] = []
+    tars: list[Location] = []
     for pattern in map(str, patterns):
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:|.*::", pattern) and not is_address(pattern):
             message = (
@@ -167,10 +167,10 @@ def expand_tars(patterns: Sequence[str | Path]) -> list[Location]:
             raise ConfigError(
                 f"expected at most {_MAX_TARS} tars, got {names}", "too_large", field="tars"
             )
-        found += [locate(name) for name in braceexpand.braceexpand(pattern)]
-    if not found:
+        tars += [locate(name) for name in braceexpand.braceexpand(pattern)]
+    if not tars:
         raise ConfigError("expected one or more tars, got none", "missing", field="tars")
-    return found
+    return tars
 
 
 @dataclasses.dataclass(slots=True)
@@ -421,8 +421,8 @@ def check_tars(tars: Sequence[Location]) -> None:
         return tar.exists()
 
     is_remote = any(isinstance(tar, RemotePath) for tar in tars)
-    for tar, found in zip(
+    for tar, is_there in zip(
         tars, map_threads(exists, tars) if is_remote else map(exists, tars), strict=True
     ):
-        if not found:
+        if not is_there:
             raise ShardError(f"{tar} does not exist", "not_found")

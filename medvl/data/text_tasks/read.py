@@ -209,9 +209,9 @@ _COMPACT: Mapping[str, Callable[[TextTask, Mapping[str, Any]], TextExample]] = {
 
 def _prepared(example: TextExample, task: TextTask, form: RelationText) -> TextExample:
     """Return a relation in the requested form, and check that the label is known."""
-    wanted = set(example.label) if isinstance(example.label, tuple) else {example.label}
-    if task.kind != "similarity" and not wanted <= set(task.labels):
-        unknown = ", ".join(sorted(str(label) for label in wanted - set(task.labels)))
+    label_set = set(example.label) if isinstance(example.label, tuple) else {example.label}
+    if task.kind != "similarity" and not label_set <= set(task.labels):
+        unknown = ", ".join(sorted(str(label) for label in label_set - set(task.labels)))
         message = f"{task.name}: example {example.key} has the unknown label {unknown}"
         raise CorpusError(message, "unknown_name", field="label")
     if task.kind != "relations":

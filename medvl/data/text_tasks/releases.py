@@ -86,10 +86,10 @@ def split_file(folder: Path, split: Split, pattern: str, without: str | None = N
     """Return the file of a split; `pattern` has {} for its name, names with `without` do not
     count. None: no file.
     """
-    found = (
+    paths = (
         path for name in _SPLIT_NAMES[split] for path in sorted(folder.glob(pattern.format(name)))
     )
-    return next((path for path in found if without is None or without not in path.name), None)
+    return next((path for path in paths if without is None or without not in path.name), None)
 
 
 def listed(folder: Path, kind: str) -> dict[Split, list[str]]:
@@ -285,19 +285,21 @@ def _chemprot(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
         for place, row in read_rows(abstracts, folder):
             with at(place):
                 document, title, abstract, *_ = row
-            found = entities.get(document, [])
-            result[split] += _chemprot_pairs(document, f"{title} {abstract}", found, classes)
+            document_entities = entities.get(document, [])
+            result[split] += _chemprot_pairs(
+                document, f"{title} {abstract}", document_entities, classes
+            )
     return result
 
 
 def _chemprot_entities(path: Path, folder: Path) -> dict[str, list[tuple[str, str, int, int]]]:
     """Return the mentions of each document: (id, type, start, end)."""
-    found: dict[str, list[tuple[str, str, int, int]]] = {}
+    entities: dict[str, list[tuple[str, str, int, int]]] = {}
     for place, row in read_rows(path, folder):
         with at(place):
             document, entity, kind, start, end, *_ = row
-            found.setdefault(document, []).append((entity, kind, int(start), int(end)))
-    return found
+            entities.setdefault(document, []).append((entity, kind, int(start), int(end)))
+    return entities
 
 
 def _chemprot_classes(path: Path, folder: Path, task: TextTask) -> dict[tuple[str, str, str], str]:

@@ -448,9 +448,9 @@ class SectionOrStatement:
         )
         whole = float(weight_N.sum())
         if not whole or rng.random() * (whole + self.statement) >= whole:
-            found = statements_of("\n\n".join(texts), _conventions(self.conventions))
-            if found:
-                return found[int(rng.integers(len(found)))]
+            statements = statements_of("\n\n".join(texts), _conventions(self.conventions))
+            if statements:
+                return statements[int(rng.integers(len(statements)))]
         if not texts:
             return ""
         return texts[int(rng.choice(len(texts), p=weight_N / whole if whole else None))]

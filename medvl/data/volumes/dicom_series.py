@@ -149,8 +149,8 @@ def _files_below(folder: Path, limits: VolumeLimits) -> list[Path]:
 
 def _chosen(stacks: Sequence[list[Slice]], stack: int | None, dropped: Counter[str]) -> list[Slice]:
     if not stacks:
-        found = ", ".join(f"{count} {kind}" for kind, count in sorted(dropped.items()))
-        raise VolumeError(f"expected slices of a volume, got {found or 'no files'}", "empty")
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(dropped.items()))
+        raise VolumeError(f"expected slices of a volume, got {counts or 'no files'}", "empty")
     sizes = ", ".join(str(len(slices)) for slices in stacks)
     if stack is None and len(stacks) > 1:
         raise VolumeError(
@@ -183,8 +183,8 @@ class _Reader:
     def stacks(self, *, derived: bool) -> list[list[Slice]]:
         """Return the stacks of slices in the order of their places, most slices first."""
         groups: list[list[Slice]] = []
-        for found in self._slices(derived=derived):
-            group = next((group for group in groups if group[0].fits(found)), None)
+        for item in self._slices(derived=derived):
+            group = next((group for group in groups if group[0].fits(item)), None)
             if group is None and len(groups) == _MOST_STACKS:
                 raise VolumeError(
                     f"the folder has over {_MOST_STACKS} stacks; name that of one series",
@@ -192,9 +192,9 @@ class _Reader:
                     field="stack",
                 )
             if group is None:
-                groups.append([found])
+                groups.append([item])
             else:
-                group.append(found)
+                group.append(item)
         if any(len(group) >= _LEAST_OF_STACK for group in groups):
             few = [group for group in groups if len(group) < _LEAST_OF_STACK]
             groups = [group for group in groups if len(group) >= _LEAST_OF_STACK]
@@ -207,15 +207,15 @@ class _Reader:
         """Yield the slices of all files; count what is none."""
         total = 0
         for path in self._paths:
-            found: list[Slice | str]
+            slices: list[Slice | str]
             try:
                 with self._file(path) as file:
-                    found = slices_of(path, file, derived=derived)
+                    slices = slices_of(path, file, derived=derived)
             except DicomError as error:
                 if error.code not in ("not_dicom", "no_pixels"):
                     raise
-                found = [error.code]
-            for each in found:
+                slices = [error.code]
+            for each in slices:
                 if isinstance(each, str):
                     self.dropped[each] += 1
                     continue
@@ -274,14 +274,14 @@ class _Reader:
             ],
             axis=1,
         )
-        found = to_canonical(hu_DHW, axes, max_oblique, first.position)
+        canonical = to_canonical(hu_DHW, axes, max_oblique, first.position)
         return Volume(
-            hu_DHW=found.array,
-            spacing=found.spacing,
-            origin=found.origin,
+            hu_DHW=canonical.array,
+            spacing=canonical.spacing,
+            origin=canonical.origin,
             modality=first.modality,
             is_hounsfield=first.is_hounsfield,
-            angle=found.angle,
+            angle=canonical.angle,
             dropped=MappingProxyType(dict(self.dropped)),
         )
 

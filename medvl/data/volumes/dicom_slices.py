@@ -125,13 +125,13 @@ def slices_of(path: Path, file: DicomFile, *, derived: bool) -> list[Slice | str
     if layout.frames > 1 and not is_enhanced:  # a film, or rotating views
         return ["multi_frame"]
     dimensions = _dimensions(elements)
-    found = [
+    slices = [
         _slice(path, index, groups, layout, derived=derived, dimensions=dimensions)
         for index, groups in enumerate(_groups(file))
     ]
-    if len(found) != layout.frames:
-        raise damaged(Tag.FRAME_GROUPS, f"has {len(found)} items for {layout.frames} frames")
-    return found
+    if len(slices) != layout.frames:
+        raise damaged(Tag.FRAME_GROUPS, f"has {len(slices)} items for {layout.frames} frames")
+    return slices
 
 
 def slice_values(
@@ -143,11 +143,11 @@ def slice_values(
     Raises DicomError as `decode_frames`.
     """
     layout = PixelLayout.from_file(file)
-    wanted = set(frames)
+    indices = set(frames)
     transforms: dict[int, Callable[[Frame], np.ndarray]] = {
         index: modality_transform(file.elements, layout, groups.values())
         for index, groups in enumerate(_groups(file))
-        if index in wanted
+        if index in indices
     }
     decoded = decode_frames(file, layout, transforms)
     for (index, transform), frame in zip(transforms.items(), decoded, strict=True):

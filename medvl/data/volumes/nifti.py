@@ -172,13 +172,13 @@ def _read(
         )
     builder = VolumeBuilder(shape[::-1], modality)
     _read_voxels(stream, header, dtype, rescale, builder)
-    found = to_canonical(builder.volume(), steps[:, ::-1], max_oblique, origin)
+    canonical = to_canonical(builder.volume(), steps[:, ::-1], max_oblique, origin)
     return Volume(
-        hu_DHW=found.array,
-        spacing=found.spacing,
-        origin=found.origin,
+        hu_DHW=canonical.array,
+        spacing=canonical.spacing,
+        origin=canonical.origin,
         modality=modality,
-        angle=found.angle,
+        angle=canonical.angle,
     )
 
 
@@ -224,14 +224,14 @@ def _header(stream: _Stream) -> Any:
 
     start = stream.read(4)
     orders = {int.from_bytes(start, order): order for order in ("little", "big")}
-    found = next((size for size in _SIZES if size in orders), None)
-    if found is None:
+    header_size = next((size for size in _SIZES if size in orders), None)
+    if header_size is None:
         raise VolumeError("not a NIfTI file", "malformed")
-    block = start + stream.read(found - 4)
-    kind = getattr(nibabel, _SIZES[found])
-    header = kind(block, "<" if orders[found] == "little" else ">", check=False)
+    block = start + stream.read(header_size - 4)
+    kind = getattr(nibabel, _SIZES[header_size])
+    header = kind(block, "<" if orders[header_size] == "little" else ">", check=False)
     magic = bytes(header["magic"])[:3]
-    if magic != (b"n+1" if found == 348 else b"n+2"):
+    if magic != (b"n+1" if header_size == 348 else b"n+2"):
         raise VolumeError(
             "expected a NIfTI file with header and voxels in one (.nii), got an Analyze file or a "
             ".hdr/.img pair; convert it",

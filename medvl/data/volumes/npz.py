@@ -60,8 +60,8 @@ def read_npz(
         raise
     except ZIP_ERRORS as error:
         raise VolumeError(f"{path} is damaged: copy it again", "malformed") from error
-    found = to_canonical(values, axes)
-    return Volume(hu_DHW=found.array, spacing=found.spacing, angle=found.angle)
+    canonical = to_canonical(values, axes)
+    return Volume(hu_DHW=canonical.array, spacing=canonical.spacing, angle=canonical.angle)
 
 
 def _read(member: IO[bytes], limits: VolumeLimits) -> np.ndarray:

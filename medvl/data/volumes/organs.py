@@ -157,11 +157,11 @@ def _complete_set(organ: str, files: Mapping[str, Path]) -> Sequence[str]:
     for names in STRUCTURES[organ]:
         if all(name in files for name in names):
             return names
-    found = [name for names in STRUCTURES[organ] for name in names if name in files]
-    if found:
+    file_names = [name for names in STRUCTURES[organ] for name in names if name in files]
+    if file_names:
         lacking = [name for name in STRUCTURES[organ][0] if name not in files]
         raise VolumeError(
-            f"{files[found[0]].parent}: expected all structures of the {organ}, got no "
+            f"{files[file_names[0]].parent}: expected all structures of the {organ}, got no "
             f"{', '.join(lacking)}; write them, or remove the others",
             "incomplete",
         )
@@ -185,9 +185,9 @@ def _read_mask(path: Path, volume: Volume, file: VolumeFile, folders: InputFolde
     return mask.hu_DHW
 
 
-def _other_grid(path: Path, found: str, expected: str) -> VolumeError:
+def _other_grid(path: Path, grid: str, expected: str) -> VolumeError:
     return VolumeError(
-        f"{path}: expected a mask on the grid of its volume ({expected}), got {found}; segment the "
+        f"{path}: expected a mask on the grid of its volume ({expected}), got {grid}; segment the "
         "file that is converted",
         "mismatch",
         field="organ_masks",

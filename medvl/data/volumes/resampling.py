@@ -207,12 +207,12 @@ def rgb_slices(
         ConfigError: "out_of_range" for a place outside of the volume, or for a window.
     """
     depth = len(volume.hu_DHW)
-    chosen = [depth // 2] if places is None else list(places)
-    if not all(0 <= place < depth for place in chosen):
+    indices = [depth // 2] if places is None else list(places)
+    if not all(0 <= place < depth for place in indices):
         raise ConfigError(
-            f"expected places from 0 to {depth - 1}, got {chosen}", "out_of_range", field="places"
+            f"expected places from 0 to {depth - 1}, got {indices}", "out_of_range", field="places"
         )
-    slices_NHW = volume.hu_DHW[chosen]
+    slices_NHW = volume.hu_DHW[indices]
     if windows is None:
         windows = CHEST_WINDOWS
         if volume.modality not in (None, "CT"):

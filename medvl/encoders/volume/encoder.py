@@ -92,7 +92,7 @@ class ResNet3D(VolumeNetwork):
     ) -> dict[str, Tensor]:
         keys = KeyMap(layouts=((("", ""),),), ignored_keys=("fc.",))
         names = self.state_dict()
-        tensors = fitting_keys(tensors, lambda found: keys.count_fitting(found, names))
+        tensors = fitting_keys(tensors, lambda candidate: keys.count_fitting(candidate, names))
         mapped = keys.apply(tensors)[0]
         first = mapped.get(_STEM)
         if first is None or first.ndim != 5:

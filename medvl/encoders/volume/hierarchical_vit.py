@@ -225,7 +225,7 @@ class HierarchicalViT(VolumeNetwork):
             ignored_names=unused_blocks("blocks.", names),
         )
         expected = {**names, "pos_embed": None}
-        tensors = fitting_keys(tensors, lambda found: keys.count_fitting(found, expected))
+        tensors = fitting_keys(tensors, lambda candidate: keys.count_fitting(candidate, expected))
         mapped = keys.apply(tensors)[0]
         if "pos_embed" in mapped:
             lacking = [key for key in ("cls_token", "patch_embed.proj.weight") if key not in mapped]

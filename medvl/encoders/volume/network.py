@@ -53,7 +53,7 @@ class VolumeNetwork(nn.Module, abc.ABC):
         """
         keys = KeyMap(layouts=((("", ""),),))
         names = self.state_dict()
-        return fitting_keys(tensors, lambda found: keys.count_fitting(found, names))
+        return fitting_keys(tensors, lambda candidate: keys.count_fitting(candidate, names))
 
 
 class NetworkAdapter:

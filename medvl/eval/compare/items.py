@@ -139,10 +139,10 @@ def with_subgroups(results: Results, items: Items | None, *, resamples: int, see
         return results
     known = {row.name for row in results.rows}
     missing = [
-        _columns(group, chosen)
+        _columns(group, columns)
         for group in items.metric_groups
         if (
-            chosen := [
+            columns := [
                 n for n, row in enumerate(group.rows) if row.subgroup and row.name not in known
             ]
         )
@@ -188,9 +188,9 @@ def _within(group: MetricGroup, rows: Sequence[int], subgroup: str, smallest: in
     return _columns(MetricGroup(named, at_items(group, rows).statistic), columns)
 
 
-def _columns(group: MetricGroup, chosen: Sequence[int]) -> MetricGroup:
+def _columns(group: MetricGroup, columns: Sequence[int]) -> MetricGroup:
     return MetricGroup(
-        [group.rows[n] for n in chosen], lambda counts_NR: group.statistic(counts_NR)[:, chosen]
+        [group.rows[n] for n in columns], lambda counts_NR: group.statistic(counts_NR)[:, columns]
     )
 
 

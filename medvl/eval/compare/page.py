@@ -237,12 +237,12 @@ def _sections(comparison: Comparison, prefix: str) -> Iterator[Section]:
     if comparison.curves:
         yield _roc_curves(comparison, prefix)
     for metric in dict.fromkeys(row.metric for row in rows):
-        for chosen, title in (
+        for group, title in (
             (whole, ""),
             ([row for row in parts if _of_items(row)], " in subgroups"),
             ([row for row in parts if not _of_items(row)], ", baselines and variants"),
         ):
-            of_metric = [row for row in chosen if row.metric == metric]
+            of_metric = [row for row in group if row.metric == metric]
             if of_metric:
                 yield _table(comparison, of_metric, f"{prefix}{_metric(metric)}{title}", "")
 
@@ -376,11 +376,11 @@ def _difference_plot(
     systems = []
     summaries = []
     for number, run in enumerate(others):
-        found = [
+        metric_rows = [
             comparison.differences[number].get(row.name) or MetricRow(metric=metric, target="")
             for row in rows
         ]
-        value_K, low_K, high_K = np.array([(row.value, row.low, row.high) for row in found]).T
+        value_K, low_K, high_K = np.array([(row.value, row.low, row.high) for row in metric_rows]).T
         color = plots.LINE_COLORS[number % len(plots.LINE_COLORS)]
         systems.append(
             plots.Series(name=run.name, value_K=value_K, low_K=low_K, high_K=high_K, color=color)
@@ -540,8 +540,8 @@ class BeforeAfter:
                 out = folder / "evaluations" / slug(title) / name
                 run_evaluation(make(checkpoint), dataclasses.replace(options, out=out))
                 runs.append(Run(name, out, read_results(out)))
-            found = compare(runs, resamples=options.resamples)
-            comparisons.append(dataclasses.replace(found, title=title))
+            comparison = compare(runs, resamples=options.resamples)
+            comparisons.append(dataclasses.replace(comparison, title=title))
         if not comparisons:
             message = f"expected labels or texts, got shards without both in {self.data}"
             raise ConfigError(f"{message}; give other shards", "empty", field="data")

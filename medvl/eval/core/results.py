@@ -121,9 +121,9 @@ class Results:
         for row in self.rows:
             if (row.metric, row.target, row.subgroup) == (metric, target, subgroup):
                 return row
-        wanted = MetricRow(metric=metric, target=target, subgroup=subgroup).name
+        name = MetricRow(metric=metric, target=target, subgroup=subgroup).name
         raise EvaluationError(
-            f"no row {wanted!r} in the results of {self.protocol}", "not_found", field="metric"
+            f"no row {name!r} in the results of {self.protocol}", "not_found", field="metric"
         )
 
 

@@ -379,14 +379,14 @@ def _segmentations(result: SegmentationResult, pixels: Pixels) -> Pictures:
     shown = [(row, image) for row, image in enumerate(result.images) if image.map_LHW is not None]
     for index, label in enumerate(result.labels):
         for title, value in (("with a mask", True), ("without a mask", False)):
-            chosen = [
+            examples = [
                 (row, image)
                 for row, image in shown
                 if bool(image.areas[index].truth_N.any()) == value
             ]
             pictures = [
                 _segmentation(result, row, image, index, pixels(image.position))
-                for row, image in chosen
+                for row, image in examples
             ]
             if pictures:
                 strips.append(Strip(title=f"{label}, {title}", note="random", pictures=pictures))

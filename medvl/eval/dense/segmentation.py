@@ -290,12 +290,12 @@ def _choose_thresholds(
     """Return the best threshold of each label; the default one if the rule leaves no image of a
     label.
     """
-    chosen = {
+    choices = {
         label: metrics.choose_mask_threshold(one, THRESHOLDS, empty) for label, one in areas.items()
     }
     return {
         label: _DEFAULT_THRESHOLD if np.isnan(one.threshold) else one
-        for label, one in chosen.items()
+        for label, one in choices.items()
     }
 
 
@@ -360,11 +360,11 @@ def _sample_keys(loader: Loader, count: int, seed: int) -> set[str]:
         [bool(annotated_labels([sample], "masks")) for sample in samples], np.bool_
     )
     rng = np.random.default_rng(seed)
-    chosen = [
+    groups = [
         rng.permutation(np.flatnonzero(with_mask == value))[:count].tolist()
         for value in (True, False)
     ]
-    return {samples[row].key for rows in chosen for row in rows}
+    return {samples[row].key for rows in groups for row in rows}
 
 
 class SegmentationEval:

@@ -58,10 +58,10 @@ def prompt_examples(result: GenerationResult, examples: int) -> Cards:
 
 def _distinct(images: ImageSet, order: Any) -> list[int]:
     """Return the rows of an order with the first image of each prompt only."""
-    found: dict[str, int] = {}
+    first_rows: dict[str, int] = {}
     for row in order.tolist():
-        found.setdefault(images.prompts[row], row)
-    return list(found.values())
+        first_rows.setdefault(images.prompts[row], row)
+    return list(first_rows.values())
 
 
 def _prompt_card(result: GenerationResult, row: int, rank_NL: Any, asserted_NL: Any) -> Card:
@@ -94,12 +94,12 @@ def _prompt_card(result: GenerationResult, row: int, rank_NL: Any, asserted_NL: 
 
 def _place_of(result: GenerationResult, images: ImageSet, row: int) -> int | None:
     """Return the row of the real or reconstructed image of a generated one."""
-    wanted = result.main.source.images.rows[result.main.scored.positions[row]].source_key
+    source_key = result.main.source.images.rows[result.main.scored.positions[row]].source_key
     for place, sample in enumerate(images.scored.samples):
         key = sample.key
         if "synthetic" in sample.extra:
             key = images.source.images.rows[images.scored.positions[place]].source_key
-        if key == wanted:
+        if key == source_key:
             return place
     return None
 
@@ -115,8 +115,8 @@ def _picture(images: ImageSet, row: int, label: str) -> Picture:
 
 def nearest_examples(result: GenerationResult, examples: int) -> Cards:
     """Return cards of the generated images that are nearest to a training image."""
-    found = result.memorisation
-    nearest = found.sets[result.main.name]
+    copies = result.memorisation
+    nearest = copies.sets[result.main.name]
     decks = []
     for space in ("pixels", "features"):
         order = np.argsort(nearest.distance[space], kind="stable")[:examples]
@@ -125,7 +125,7 @@ def nearest_examples(result: GenerationResult, examples: int) -> Cards:
     caption = (
         "The generated images that are nearest to a training image, with that image and the "
         "training image nearest by the other distance. Too near: below "
-        f"{found.limit['pixels']:.3g} in pixels, {found.limit['features']:.3g} in features."
+        f"{copies.limit['pixels']:.3g} in pixels, {copies.limit['features']:.3g} in features."
     )
     return Cards(title="Nearest training images", decks=decks, caption=caption)
 

@@ -97,7 +97,7 @@ def pairs_within(
     members: dict[Hashable, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
-    found: list[tuple[int, int]] = []
+    all_pairs: list[tuple[int, int]] = []
     for rows in members.values():
         rows = (
             rng.permutation(rows)[: 4 * per_group].tolist() if len(rows) > 4 * per_group else rows
@@ -105,13 +105,13 @@ def pairs_within(
         pairs = [
             pair for pair in itertools.combinations(rows, 2) if apart[pair[0]] != apart[pair[1]]
         ]
-        chosen = (
+        indices = (
             rng.permutation(len(pairs))[:per_group].tolist()
             if len(pairs) > per_group
             else range(len(pairs))
         )
-        found += [pairs[place] for place in chosen]
-    return np.array(found, dtype=np.int64).reshape(-1, 2)
+        all_pairs += [pairs[place] for place in indices]
+    return np.array(all_pairs, dtype=np.int64).reshape(-1, 2)
 
 
 def pairs_across(
@@ -203,12 +203,12 @@ def manifold_rows(
     """
     rows: list[MetricRow] = []
     for images in sets:
-        found = manifolds(real.feature_set.x_ND, images.feature_set.x_ND, k=options.k)
+        measures = manifolds(real.feature_set.x_ND, images.feature_set.x_ND, k=options.k)
         parts = {
-            "precision": (found.precision_M, images),
-            "density": (found.density_M, images),
-            "recall": (found.recall_N, real),
-            "coverage": (found.coverage_N, real),
+            "precision": (measures.precision_M, images),
+            "density": (measures.density_M, images),
+            "recall": (measures.recall_N, real),
+            "coverage": (measures.coverage_N, real),
         }
         for name, (value_N, of) in parts.items():
             group = mean_metrics(name, value_N[:, None], [ALL], subgroup=images.name)
@@ -238,12 +238,12 @@ def matched_rows(
     values: dict[tuple[str, str], list[float]] = {}
     for draw in draws:
         for name, (x_ND, reference_ND) in draw.items():
-            found = manifolds(reference_ND, x_ND, k=options.k).means()
-            found |= {
+            means = manifolds(reference_ND, x_ND, k=options.k).means()
+            means |= {
                 metric: distance(x_ND, reference_ND) for metric, distance in _DISTANCES.items()
             }
             for metric in _MATCHED:
-                values.setdefault((metric, name), []).append(found[metric])
+                values.setdefault((metric, name), []).append(means[metric])
     return tuple(
         MetricRow(
             metric=metric,

@@ -103,7 +103,7 @@ def fit_classifier(
     check_disjoint({"train": train.patients, "validation": valid.patients}, "the classifier")
     names = findings_of(train, policy)
     standardize = Standardizer.fit(train.x_ND)
-    chosen = choose_probe(
+    choice = choose_probe(
         standardize(train.x_ND),
         labels_of(train, names, policy),
         standardize(valid.x_ND),
@@ -112,12 +112,12 @@ def fit_classifier(
     details = {
         "kind": "linear probe",
         "images": len(train.samples),
-        "penalty": chosen.penalty,
-        "validation_auroc": chosen.auroc,
-        "converged": chosen.probe.converged,
+        "penalty": choice.penalty,
+        "validation_auroc": choice.auroc,
+        "converged": choice.probe.converged,
     }
     return FindingClassifier(
-        names=names, probe=chosen.probe, standardize=standardize, details=details
+        names=names, probe=choice.probe, standardize=standardize, details=details
     )
 
 
@@ -300,12 +300,12 @@ def sides_of(prompt: str, conventions: Conventions = CHEXPERT) -> dict[str, str]
     """Return finding -> "left" or "right" of the findings that a text places on one side of the
     patient only.
     """
-    found: dict[str, set[str]] = {}
+    all_sides: dict[str, set[str]] = {}
     mentions = find_mentions(prompt, conventions)
     for mention, (sides, _) in zip(mentions, places_of(mentions), strict=True):
         if mention.value == POSITIVE:
-            found.setdefault(mention.finding, set()).update(sides or ["unknown"])
-    known = {finding: sides - {"unknown"} for finding, sides in found.items()}
+            all_sides.setdefault(mention.finding, set()).update(sides or ["unknown"])
+    known = {finding: sides - {"unknown"} for finding, sides in all_sides.items()}
     return {
         finding: side
         for finding, sides in known.items()
@@ -363,10 +363,12 @@ def side_scores(
     parts = []
     with evaluating(encoder.module):
         for start in range(0, len(rows), _BATCH):
-            chosen = [images.scored.positions[row] for row in rows[start : start + _BATCH].tolist()]
+            positions = [
+                images.scored.positions[row] for row in rows[start : start + _BATCH].tolist()
+            ]
             squares = [
                 transform(images.source.pixels(position, color), rng).image_HWC
-                for position in chosen
+                for position in positions
             ]
             halves = [np.stack([double(square, side) for square in squares]) for side in _SIDES]
             pixels = [
@@ -442,15 +444,15 @@ class _Matrices(dict[str, torch.Tensor]):
 
 
 def _matrices(checkpoint: Path, prefix: str) -> _Matrices:
-    found = _Matrices()
+    matrices = _Matrices()
     with safetensors.safe_open(find_checkpoint(checkpoint) / WEIGHTS, framework="pt") as file:
         names: list[str] = list(file.keys())
         for name in names:
             if name.startswith(prefix):
                 tensor = file.get_tensor(name)
                 if tensor.ndim >= 2 and tensor.numel() >= _SMALLEST:
-                    found[name] = tensor.float()
-    return found
+                    matrices[name] = tensor.float()
+    return matrices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -506,19 +508,19 @@ def align(
 
 
 def alignment_rows(
-    images: ImageSet, found: Aligned, resampling: Resampling
+    images: ImageSet, aligned: Aligned, resampling: Resampling
 ) -> tuple[MetricRow, ...]:
     """Return the mean similarity with own and other prompts, and retrieval of the own prompt."""
-    target = f"{found.prompts} prompts"
+    target = f"{aligned.prompts} prompts"
     columns: Mapping[str, Any] = {
-        "alignment": found.own_N,
-        "alignment_other": found.other_N,
-        **{f"recall@{k}": (found.rank_N <= k).astype(np.float64) for k in RANKS},
+        "alignment": aligned.own_N,
+        "alignment_other": aligned.other_N,
+        **{f"recall@{k}": (aligned.rank_N <= k).astype(np.float64) for k in RANKS},
     }
     groups = [
         mean_metrics(metric, value_N[:, None], [target], subgroup=images.name)
         for metric, value_N in columns.items()
     ]
-    median = median_metric("median_rank", found.rank_N, target)
+    median = median_metric("median_rank", aligned.rank_N, target)
     groups.append(renamed(median, "median_rank", images.name))
     return resampling.measure(groups, images.patients)

@@ -288,13 +288,13 @@ class ImageSet:
 
 
 def _take(table: FeatureTable, rows: NDArray[np.int64]) -> FeatureTable:
-    chosen = rows.tolist()
+    indices = rows.tolist()
     return dataclasses.replace(
         table,
-        x_ND=table.x_ND[chosen],
-        labels_NL=table.labels_NL[chosen],
-        samples=tuple(table.samples[row] for row in chosen),
-        positions=tuple(table.positions[row] for row in chosen),
+        x_ND=table.x_ND[indices],
+        labels_NL=table.labels_NL[indices],
+        samples=tuple(table.samples[row] for row in indices),
+        positions=tuple(table.positions[row] for row in indices),
     )
 
 
@@ -336,15 +336,15 @@ def real_of_prompts(generated: ImageSet, real: ImageSet) -> ImageSet | None:
     """
     place = {sample.key: row for row, sample in enumerate(real.scored.samples)}
     rows = []
-    found = {}
+    row_of = {}
     for row, position in enumerate(generated.scored.positions):
         key = generated.source.images.rows[position].source_key
-        if key in place and key not in found:
-            found[key] = row
+        if key in place and key not in row_of:
+            row_of[key] = row
             rows.append(place[key])
     if not rows:
         return None
-    prompts = list(found.values())
+    prompts = list(row_of.values())
     return real.take(
         np.array(rows),
         "real",

@@ -262,14 +262,14 @@ def alignment_tables(result: GenerationResult) -> list[Section]:
     """Return similarity and retrieval of prompts, with a dual-encoder."""
     if not result.aligned:
         return []
-    found = result.aligned[result.main.name]
+    aligned = result.aligned[result.main.name]
     metrics = {
         "alignment": "Similarity",
         "alignment_other": "with other prompts",
         "recall@1": "Recall@1",
     }
     metrics |= {"recall@5": "Recall@5", "recall@10": "Recall@10", "median_rank": "Median rank"}
-    target = f"{found.prompts} prompts"
+    target = f"{aligned.prompts} prompts"
     lines: list[list[Cell | str]] = [
         [name, *(_cell(result, metric, target, name) for metric in metrics)]
         for name in result.aligned
@@ -448,19 +448,19 @@ def _facts(result: GenerationResult, header: PageHeader) -> list[tuple[str, str]
 
 def _warnings(result: GenerationResult) -> list[str]:
     details = result.results.details
-    found = describe_copies(result.results.rows)
+    messages = describe_copies(result.results.rows)
     if details["generator_training_unknown"]:
-        found.append(
+        messages.append(
             "The folder does not name the generator's training data: whether all of it was "
             "searched is unknown."
         )
     if details["training_shards_not_given"]:
         count = details["training_shards_not_given"]
-        found.append(
+        messages.append(
             f"{count} shards that the generator was trained on were not given: copies of them "
             f"are not found."
         )
-    return found
+    return messages
 
 
 def _sweep(result: GenerationResult) -> list[Section]:

@@ -140,9 +140,9 @@ class GenerationResult:
 
     def row(self, metric: str, target: str, subgroup: str | None = None) -> MetricRow | None:
         """Return a row of a set, by default the main folder; None if there is none."""
-        wanted = (metric, target, self.main.name if subgroup is None else subgroup)
+        key = (metric, target, self.main.name if subgroup is None else subgroup)
         return next(
-            (row for row in self.results.rows if (row.metric, row.target, row.subgroup) == wanted),
+            (row for row in self.results.rows if (row.metric, row.target, row.subgroup) == key),
             None,
         )
 
@@ -340,14 +340,14 @@ def evaluate_generation(
     aligned = _align(sets, models.aligner, loading)
     features = loading.features(encoder, real.all_train)
     size = options.pixel_size
-    found = search_copies(
+    memorisation = search_copies(
         sets.generated, sets.tested, real.all_train, features, loading, pixel_size=size
     )
     rows = [
         *_finding_rows(sets, classifier, models.judge, options),
         *_fidelity_rows(sets, options),
         *_alignment_rows(sets, aligned, options),
-        *_memorisation_rows(sets, found, options),
+        *_memorisation_rows(sets, memorisation, options),
     ]
     if synthetic_train is not None:
         made = loading.features(
@@ -367,9 +367,9 @@ def evaluate_generation(
             **options.stored(),
         },
         inputs={**_input_hashes(sets.generated, real, models.judge, encoder), **(inputs or {})},
-        details={**_details(sets, real, classifier, found, options), **(details or {})},
+        details={**_details(sets, real, classifier, memorisation, options), **(details or {})},
     )
-    return GenerationResult(results, sets, classifier, found, aligned, real.all_train)
+    return GenerationResult(results, sets, classifier, memorisation, aligned, real.all_train)
 
 
 def _read_sets(
@@ -411,12 +411,12 @@ def _names(folders: Sequence[GeneratedImages]) -> list[str]:
 
 def _all_patients(real: RealData) -> dict[str, str]:
     """Return the patient of each key of all real images."""
-    found: dict[str, str] = {}
+    patients: dict[str, str] = {}
     for source in (real.all_train, real.valid, real.test):
         for position in range(len(source)):
             sample = source.sample(position)
-            found[sample.key] = sample.patient
-    return found
+            patients[sample.key] = sample.patient
+    return patients
 
 
 def _finding_rows(
@@ -458,13 +458,15 @@ def _fidelity_rows(sets: ImageSets, options: GenerationOptions) -> list[MetricRo
 
 
 def _memorisation_rows(
-    sets: ImageSets, found: Memorisation, options: GenerationOptions
+    sets: ImageSets, memorisation: Memorisation, options: GenerationOptions
 ) -> list[MetricRow]:
     """Return shares and distances of all folders, and the distances of the real test images."""
     rows = [
-        row for each in sets.generated for row in memorisation_rows(each, found, options.resampling)
+        row
+        for each in sets.generated
+        for row in memorisation_rows(each, memorisation, options.resampling)
     ]
-    return [*rows, *real_distance_rows(sets.tested, found, options.resampling)]
+    return [*rows, *real_distance_rows(sets.tested, memorisation, options.resampling)]
 
 
 def _align(
@@ -505,7 +507,7 @@ def _details(
     sets: ImageSets,
     real: RealData,
     classifier: FindingClassifier,
-    found: Memorisation,
+    memorisation: Memorisation,
     options: GenerationOptions,
 ) -> dict[str, Any]:
     generated = sets.generated
@@ -531,13 +533,13 @@ def _details(
             **classifier.details,
             "auroc_on_test": auroc_on(classifier, tested.scored, options.policy),
         },
-        "too_near_below": dict(found.limit),
+        "too_near_below": dict(memorisation.limit),
         "nearest": {
             space: {
-                each.name: float(np.min(found.sets[each.name].distance[space]))
+                each.name: float(np.min(memorisation.sets[each.name].distance[space]))
                 for each in generated
             }
-            | {"real": float(np.min(found.real.distance[space]))}
+            | {"real": float(np.min(memorisation.real.distance[space]))}
             for space in SPACES
         },
         "generation": {

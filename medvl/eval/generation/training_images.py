@@ -125,17 +125,19 @@ def search_copies(
         raise EvaluationError(message, "empty", field="train")
     places = {"pixels": np.array(batches.positions), "features": np.array(train_features.positions)}
     ends = np.cumsum([0, *(len(each.prompts) for each in queries)])
-    found = [
+    nearest = [
         _nearest({"pixels": in_pixels, "features": in_features}, places, slice(start, end))
         for start, end in itertools.pairwise(ends.tolist())
     ]
-    limit = {space: float(np.quantile(found[-1].distance[space], QUANTILE)) for space in SPACES}
+    limit = {space: float(np.quantile(nearest[-1].distance[space], QUANTILE)) for space in SPACES}
     names = [each.name for each in sets]
-    return Memorisation(real=found[-1], sets=dict(zip(names, found[:-1], strict=True)), limit=limit)
+    return Memorisation(
+        real=nearest[-1], sets=dict(zip(names, nearest[:-1], strict=True)), limit=limit
+    )
 
 
 def memorisation_rows(
-    images: ImageSet, found: Memorisation, resampling: Resampling
+    images: ImageSet, memorisation: Memorisation, resampling: Resampling
 ) -> tuple[MetricRow, ...]:
     """Return the share of generated images that are too near to a training image, and the median
     distances.
@@ -143,9 +145,9 @@ def memorisation_rows(
     "too_near" is 0.01 for real test images by definition; "nearer_than_all" is the share that is
     nearer than every real test image.
     """
-    nearest = found.sets[images.name]
-    near = found.too_near(images.name)
-    least = [nearest.distance[space] < found.real.distance[space].min() for space in SPACES]
+    nearest = memorisation.sets[images.name]
+    near = memorisation.too_near(images.name)
+    least = [nearest.distance[space] < memorisation.real.distance[space].min() for space in SPACES]
     groups: list[MetricGroup] = [
         too_near_metrics(np.stack([near[space] for space in SPACES], axis=1), images.name),
         mean_metrics(
@@ -174,12 +176,12 @@ def describe_copies(rows: Sequence[MetricRow]) -> list[str]:
     no relative distance, the sentence names the other cause: blurred images are near to many
     training images.
     """
-    found: dict[str, list[MetricRow]] = {}
+    rows_of: dict[str, list[MetricRow]] = {}
     for row in rows:
         if row.metric == "too_near" and row.low > QUANTILE:
-            found.setdefault(row.subgroup, []).append(row)
+            rows_of.setdefault(row.subgroup, []).append(row)
     sentences = []
-    for name, near in found.items():
+    for name, near in rows_of.items():
         sure = any(row.target.endswith("relative") for row in near)
         shares = ", ".join(f"{row.target} {format_value(row)}" for row in near)
         doubt = (
@@ -194,11 +196,11 @@ def describe_copies(rows: Sequence[MetricRow]) -> list[str]:
 
 
 def real_distance_rows(
-    real: ImageSet, found: Memorisation, resampling: Resampling
+    real: ImageSet, memorisation: Memorisation, resampling: Resampling
 ) -> tuple[MetricRow, ...]:
     """Return the median distances of the real test images."""
     return resampling.measure(
-        [distance_median(found.real.distance[space], space, "real") for space in SPACES],
+        [distance_median(memorisation.real.distance[space], space, "real") for space in SPACES],
         real.patients,
     )
 
@@ -305,8 +307,8 @@ def use_rows(
         x[key], y[key] = standardize(table.x_ND), labels_of(table, names, policy)
 
     def scores(x_ND: Tensor, y_NL: Array) -> Array:
-        chosen = choose_probe(x_ND, y_NL, x["valid"], y["valid"])
-        return chosen.probe.probability_NL(x["test"])
+        choice = choose_probe(x_ND, y_NL, x["valid"], y["valid"])
+        return choice.probe.probability_NL(x["test"])
 
     groups = []
     for fraction in options.fractions:

@@ -101,9 +101,9 @@ class BoxedPhrase:
 
     def as_json(self, extent: float) -> dict[str, Any]:
         """Return one line of the predictions file, without the text of the phrase."""
-        found = self.detections[extent]
+        detections = self.detections[extent]
         sample = self.query.sample
-        scores = found.scores_D.tolist()
+        scores = detections.scores_D.tolist()
         return {
             "key": sample.key,
             "phrase": self.query.phrase_index,
@@ -112,9 +112,9 @@ class BoxedPhrase:
             "label": self.query.phrase.label,
             "boxes": [
                 {**box, "score": score}
-                for box, score in zip(_sides(found.boxes_D4), scores, strict=True)
+                for box, score in zip(_sides(detections.boxes_D4), scores, strict=True)
             ],
-            "true": _sides(found.truth_G4),
+            "true": _sides(detections.truth_G4),
         }
 
 
@@ -443,10 +443,10 @@ def _swapped_groups(
         other = items[partner]
         height, width = published_size(item.query.sample)
         before = published_size(other.query.sample)
-        found = other.detections[rule.extent]
-        boxes_D4 = found.boxes_D4 * np.array([width / before[1], height / before[0]] * 2)
+        detections = other.detections[rule.extent]
+        boxes_D4 = detections.boxes_D4 * np.array([width / before[1], height / before[0]] * 2)
         truth_G4 = item.detections[rule.extent].truth_G4
-        swapped.append(ImageDetections(boxes_D4, found.scores_D, truth_G4))
+        swapped.append(ImageDetections(boxes_D4, detections.scores_D, truth_G4))
     values = phrase_metrics(swapped, rule.least_score)
     groups = [mean_metrics(_name(name), values[name][:, None], ["swapped"]) for name in _MEANS]
     return [*groups, _precision_group(swapped, "swapped")]

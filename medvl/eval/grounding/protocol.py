@@ -293,8 +293,8 @@ def _random_items(
     for query in itertools.chain.from_iterable(queries.values()):
         by_label.setdefault(query.phrase.label, []).append((query.position, query.phrase_index))
     rng = np.random.default_rng(seed)
-    chosen = [(items, rng.permutation(len(items))[:count]) for _, items in sorted(by_label.items())]
-    return {items[index] for items, indices in chosen for index in indices.tolist()}
+    draws = [(items, rng.permutation(len(items))[:count]) for _, items in sorted(by_label.items())]
+    return {items[index] for items, indices in draws for index in indices.tolist()}
 
 
 _CELLS = 128

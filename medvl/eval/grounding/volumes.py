@@ -156,8 +156,8 @@ class VolumeGrounding(ModelEvaluation):
         for position in range(len(source)):
             sample = source.sample(position)
             samples[sample.key] = (sample, read_volume_boxes(sample))
-        found = sorted({box.label for _, boxes in samples.values() for box in boxes})
-        prompts = self._prompts(found)
+        findings = sorted({box.label for _, boxes in samples.values() for box in boxes})
+        prompts = self._prompts(findings)
         batches = FullPass(setup.loader(source, model))
         lines: list[dict[str, Any]] = []
         with evaluating(model):
@@ -180,12 +180,12 @@ class VolumeGrounding(ModelEvaluation):
         )
         return _with_chance(result)
 
-    def _prompts(self, found: Sequence[str]) -> dict[str, ClassPrompts]:
+    def _prompts(self, findings: Sequence[str]) -> dict[str, ClassPrompts]:
         """Return the sentences of each finding."""
         if self.prompts is None:
-            return {name: ClassPrompts((statement(name),)) for name in found}
-        own = load_prompts(self.prompts).for_labels(found)
-        return {label: own.classes[name] for name, label in own.labels_of(found).items()}
+            return {name: ClassPrompts((statement(name),)) for name in findings}
+        own = load_prompts(self.prompts).for_labels(findings)
+        return {label: own.classes[name] for name, label in own.labels_of(findings).items()}
 
     @staticmethod
     def _lines(

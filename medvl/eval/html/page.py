@@ -319,11 +319,11 @@ def _plot_files(page: Page) -> dict[str, bytes]:
         if isinstance(section, Pictures)
         for strip in section.strips
     ]
-    found = [
+    plots = [
         picture.plot for strip in strips for picture in strip.pictures if picture.plot is not None
     ]
     return {
-        f"{plot.name}.{suffix}": getattr(plot, suffix) for plot in found for suffix in _PLOT_FORMATS
+        f"{plot.name}.{suffix}": getattr(plot, suffix) for plot in plots for suffix in _PLOT_FORMATS
     }
 
 

@@ -147,12 +147,12 @@ def score_plot(name: str, scores_N: Array, labels_N: Array, threshold: float | N
         (labels_N == 0, NEGATIVE_COLOR, "negative"),
         (labels_N == 1, POSITIVE_COLOR, "positive"),
     )
-    for chosen, color, side in sides:
-        if chosen.any():
-            axes.hist(scores_N[chosen], bins=edges, density=True, color=color, alpha=0.28)
-            label = f"{side} ({int(chosen.sum())})"
+    for mask_N, color, side in sides:
+        if mask_N.any():
+            axes.hist(scores_N[mask_N], bins=edges, density=True, color=color, alpha=0.28)
+            label = f"{side} ({int(mask_N.sum())})"
             axes.hist(
-                scores_N[chosen],
+                scores_N[mask_N],
                 bins=edges,
                 density=True,
                 histtype="step",

@@ -282,20 +282,20 @@ def _fit_all(
 def _fit(data: _Data, fraction: float, number: int, penalties: Sequence[float]) -> ProbeRun:
     sampled = label_fraction(data.train.patients, fraction, number)
     y_NL = data.y_NL[sampled]
-    chosen = choose_probe(data.x_ND[sampled], y_NL, data.valid_x_ND, data.valid_y_NL, penalties)
+    choice = choose_probe(data.x_ND[sampled], y_NL, data.valid_x_ND, data.valid_y_NL, penalties)
     both_L = (y_NL == 1).any(axis=0) & (y_NL == 0).any(axis=0)
     details = {
         "fraction": fraction,
         "seed": number,
         "images": len(sampled),
         "patients": len({data.train.patients[position] for position in sampled.tolist()}),
-        "penalty": chosen.penalty,
-        "validation_auroc": chosen.auroc,
-        "converged": chosen.probe.converged,
+        "penalty": choice.penalty,
+        "validation_auroc": choice.auroc,
+        "converged": choice.probe.converged,
         "one_class_only": [name for name, both in zip(data.names, both_L, strict=True) if not both],
     }
-    scores_NL = chosen.probe.probability_NL(data.test_x_ND)
-    return ProbeRun(fraction=fraction, probe=chosen.probe, scores_NL=scores_NL, details=details)
+    scores_NL = choice.probe.probability_NL(data.test_x_ND)
+    return ProbeRun(fraction=fraction, probe=choice.probe, scores_NL=scores_NL, details=details)
 
 
 def fingerprints(
@@ -535,17 +535,17 @@ class FittedProbe:
         y_NL, valid_y_NL = (
             np.stack([labels[part][name] for name in names], axis=1) for part in labels
         )
-        chosen = choose_probe(
+        choice = choose_probe(
             standardizer(train.x_ND), y_NL, standardizer(valid.x_ND), valid_y_NL, penalties
         )
         return cls(
             encoder=encoder,
             names=names,
             standardizer=standardizer,
-            probe=chosen.probe,
+            probe=choice.probe,
             patients=patients,
             manifests={"train": train.fingerprint, "validation": valid.fingerprint},
-            penalty=chosen.penalty,
+            penalty=choice.penalty,
         )
 
     def probabilities(self, batch: Batch) -> Tensor:

@@ -230,8 +230,8 @@ def _by_finding(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
 def _examples(result: ReportResult, examples: int) -> Cards:
     """Return generated reports beside their references, evenly spaced in the order of the data."""
     decks = []
-    found = functools.partial(_found, conventions=result.conventions)
-    read = [(report, found(report.reference), found(report.generated)) for report in result.reports]
+    find = functools.partial(_found, conventions=result.conventions)
+    read = [(report, find(report.reference), find(report.generated)) for report in result.reports]
     for title, good in (
         ("Findings agree with the reference", True),
         ("Findings differ from the reference", False),
@@ -249,12 +249,12 @@ def _examples(result: ReportResult, examples: int) -> Cards:
     return Cards(title="Reports", decks=decks, caption=caption)
 
 
-def _card(report: GeneratedReport, expected: frozenset[str], found: frozenset[str]) -> Card:
+def _card(report: GeneratedReport, expected: frozenset[str], generated: frozenset[str]) -> Card:
     lines = [("Generated", report.generated or "(empty)"), ("Reference", report.reference)]
     for name, findings in (
-        ("Both", expected & found),
-        ("Missed", expected - found),
-        ("Added", found - expected),
+        ("Both", expected & generated),
+        ("Missed", expected - generated),
+        ("Added", generated - expected),
     ):
         if findings:
             lines.append((name, ", ".join(sorted(findings))))

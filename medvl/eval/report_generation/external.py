@@ -197,8 +197,8 @@ def radeval_scores(
                 raise
             missing[metric] = str(error)
             continue
-        found = score([text for text, _ in texts], [reference for _, reference in texts])
-        scores |= {name: np.array(values) for name, values in found.items()}
+        metric_values = score([text for text, _ in texts], [reference for _, reference in texts])
+        scores |= {name: np.array(values) for name, values in metric_values.items()}
     return with_radcliq(scores), missing
 
 
@@ -253,11 +253,11 @@ def inverse_radcliq(score_N: Array) -> MetricGroup:
 
 def _read_csv_scores(path: Path) -> dict[str, Array]:
     rows = read_csv_rows(path, EvaluationError, field="scores")
-    found = [name for name in SCORES if rows and name in rows[0]]
-    if not found:
+    names = [name for name in SCORES if rows and name in rows[0]]
+    if not names:
         message = f"{path} has none of the columns {', '.join(SCORES)}"
         raise EvaluationError(message, "missing", field="scores")
-    return {name: np.array([_number(row[name], path, name) for row in rows]) for name in found}
+    return {name: np.array([_number(row[name], path, name) for row in rows]) for name in names}
 
 
 def _read_json_scores(path: Path) -> dict[str, Array]:
@@ -316,22 +316,22 @@ def _number(text: str, path: Path, column: str) -> float:
         raise EvaluationError(message, "malformed", field=column) from error
 
 
-def _check_count(path: Path, found: int, reports: int, field: str) -> None:
-    if found != reports:
+def _check_count(path: Path, count: int, reports: int, field: str) -> None:
+    if count != reports:
         message = (
-            f"{path}: expected {reports} reports in the order of predictions.jsonl, got {found}"
+            f"{path}: expected {reports} reports in the order of predictions.jsonl, got {count}"
         )
         raise EvaluationError(message, "mismatch", field=field)
 
 
 def _with_relations(report: Annotation) -> set[Any]:
     entities = report["entities"]
-    found: set[Any] = set()
+    entries: set[Any] = set()
     for entity in entities.values():
         if not entity["relations"]:
-            found.add((entity["tokens"], entity["label"]))
+            entries.add((entity["tokens"], entity["label"]))
         for kind, other in entity["relations"]:
-            found.add(
+            entries.add(
                 (
                     entity["tokens"].lower(),
                     entity["label"],
@@ -339,7 +339,7 @@ def _with_relations(report: Annotation) -> set[Any]:
                     entities[str(other)]["tokens"].lower(),
                 )
             )
-    return found
+    return entries
 
 
 def _f1(generated: Iterable[Any], reference: Iterable[Any]) -> float:

@@ -215,11 +215,11 @@ def decode_texts(
     samples = len(texts) // len(batch)
     ended = output.ended_B.tolist()
     starts = range(0, len(texts), samples)
-    chosen = [
+    indices = [
         start + mbr_select(texts[start : start + samples], conventions=conventions)
         for start in starts
     ]
-    return [(texts[index], ended[index]) for index in chosen]
+    return [(texts[index], ended[index]) for index in indices]
 
 
 def write_studies(

@@ -40,13 +40,15 @@ def labeler_judge(conventions: Conventions = CHEXPERT) -> Judge:
     """Return the judge by the rule-based labeler."""
 
     def judge(sentence: str, others: Sequence[str]) -> list[int] | None:
-        wanted = _statements(sentence, conventions)
-        if not wanted:
+        statements = _statements(sentence, conventions)
+        if not statements:
             return None
-        found = [_statements(other, conventions) for other in others]
+        other_statements = [_statements(other, conventions) for other in others]
         evidence = set()
-        for each in wanted:
-            saying = [row for row, stated in enumerate(found) if _is_stated(each, stated)]
+        for each in statements:
+            saying = [
+                row for row, stated in enumerate(other_statements) if _is_stated(each, stated)
+            ]
             if not saying:
                 return []
             evidence |= set(saying)
@@ -92,12 +94,12 @@ def _statements(text: str, conventions: Conventions) -> set[tuple[str, int, froz
 
 
 def _is_stated(
-    wanted: tuple[str, int, frozenset[str]], stated: set[tuple[str, int, frozenset[str]]]
+    statement: tuple[str, int, frozenset[str]], stated: set[tuple[str, int, frozenset[str]]]
 ) -> bool:
     """Return whether a statement follows from one of the others: a finding on the left from one on
     both sides, no finding on the left from none at all.
     """
-    finding, value, sides = wanted
+    finding, value, sides = statement
     return any(
         (other, other_value) == (finding, value)
         and (sides <= other_sides or (value == NEGATIVE and not other_sides))

@@ -128,8 +128,8 @@ def words(text: str) -> list[str]:
 
 def words_and_stops(text: str) -> list[str]:
     """Return the words of a text, and a full stop as a word for each end of a sentence."""
-    found = _WORD_OR_STOP.findall(unicodedata.normalize("NFC", text.lower()))
-    return ["." if "." in word else word for word in found]
+    tokens = _WORD_OR_STOP.findall(unicodedata.normalize("NFC", text.lower()))
+    return ["." if "." in word else word for word in tokens]
 
 
 def overlap_metrics(
@@ -449,23 +449,23 @@ class Contents:
 def read_contents(text: str) -> Contents:
     """Return the contents of a text."""
     mentions = list(find_mentions(text))
-    found: dict[int, set[tuple[str, str]]] = {POSITIVE: set(), NEGATIVE: set()}
+    contents: dict[int, set[tuple[str, str]]] = {POSITIVE: set(), NEGATIVE: set()}
     sides_of: dict[str, frozenset[str]] = {}
     grades: dict[str, frozenset[str]] = {}
     for mention, (sides, _), severity in zip(
         mentions, places_of(mentions), severities_of(mentions), strict=True
     ):
         finding = mention.finding
-        if mention.value in found:
-            found[mention.value].add((finding, " ".join(sides)))
+        if mention.value in contents:
+            contents[mention.value].add((finding, " ".join(sides)))
         if mention.value != POSITIVE:
             continue
         if named := _BOTH if "bilateral" in sides else _BOTH & {*sides}:
             sides_of[finding] = sides_of.get(finding, frozenset()) | named
         if severity:
             grades[finding] = grades.get(finding, frozenset()) | {severity}
-    denied = found[NEGATIVE]
-    both = {name for name, side in found[POSITIVE] if {(name, side), (name, "")} & denied}
+    denied = contents[NEGATIVE]
+    both = {name for name, side in contents[POSITIVE] if {(name, side), (name, "")} & denied}
     return Contents(
         repeated=_repeated_sentences(text), contradictions=len(both), sides=sides_of, grades=grades
     )

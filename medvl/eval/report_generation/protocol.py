@@ -287,12 +287,12 @@ def _metric_groups(
         for name, floor in floors_of(reports).items()
     }
     distinct = dict.fromkeys(itertools.chain(references, *decoded.values(), *baselines.values()))
-    found = {text: label_report(text, conventions) for text in distinct}
+    labels_of = {text: label_report(text, conventions) for text in distinct}
     contents = {text: read_contents(text) for text in distinct}
     of_references = [contents[text] for text in references]
 
     def positive(texts: Sequence[str]) -> NDArray[np.bool_]:
-        return positive_findings([found[text] for text in texts], uncertain)
+        return positive_findings([labels_of[text] for text in texts], uncertain)
 
     groups = []
     of_subgroup = {}
@@ -454,7 +454,7 @@ def read_reports(
     Raises EvaluationError where a line is malformed, a key is repeated, or one is not in
     `references`.
     """
-    found: dict[str, GeneratedReport] = {}
+    reports: dict[str, GeneratedReport] = {}
     texts = {"generated": str} if references is not None else {"generated": str, "reference": str}
     for where, row in read_json_objects(
         path, EvaluationError, {"key": object, **texts}, field="predictions"
@@ -474,10 +474,10 @@ def read_reports(
         else:
             message = f"{where}: the key is of a report that is not in the data"
             raise EvaluationError(message, "malformed", field="key")
-        if key in found:
+        if key in reports:
             raise EvaluationError(f"{where}: {key} has a second report", "conflict", field="key")
         ended = bool(row.get("ended", True))
-        found[key] = GeneratedReport(
+        reports[key] = GeneratedReport(
             key=key,
             patient=patient,
             reference=reference,
@@ -490,8 +490,8 @@ def read_reports(
         missing = GeneratedReport(
             key=key, patient=patient, reference=reference, generated="", subgroups=subgroups
         )
-        found.setdefault(key, missing)
-    return list(found.values())
+        reports.setdefault(key, missing)
+    return list(reports.values())
 
 
 def references_of(source: Source, sections: tuple[str, ...]) -> dict[str, Reference]:

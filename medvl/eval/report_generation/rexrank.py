@@ -158,10 +158,10 @@ def predicted_sections(text: str, sections: Sequence[str]) -> str:
     parts = _divide(text, _HEADER)
     if len(parts) == 1:
         return text.strip()
-    found = {"findings": parts[0][1]} if parts[0][1] else {}
+    texts = {"findings": parts[0][1]} if parts[0][1] else {}
     for name, part in parts[1:]:
-        found[name] = join_texts([found.get(name, ""), part])
-    return " ".join(found[name] for name in sections if found.get(name))
+        texts[name] = join_texts([texts.get(name, ""), part])
+    return " ".join(texts[name] for name in sections if texts.get(name))
 
 
 def _divide(text: str, header: re.Pattern[str]) -> list[tuple[str, str]]:

@@ -550,8 +550,8 @@ class ClassRetrieval(Evaluation):
         source: ShardSource | Subset = opened
         if fixed is not None:  # a folder may hold a hundred times as many images as the list
             keys = fixed.keys
-            chosen = [place for place in range(len(opened)) if opened.key(place) in keys]
-            source = Subset(opened, chosen)
+            places = [place for place in range(len(opened)) if opened.key(place) in keys]
+            source = Subset(opened, places)
         setup.settle(manifest=source.fingerprint)
         advice = "give the checkpoint of a dual-encoder"
         model: DualEncoder = setup.model(self.checkpoint, (DualEncoder,), advice)
@@ -585,9 +585,9 @@ class ClassRetrieval(Evaluation):
                 [row for row, line in enumerate(lines) if line["direction"] == direction]
             )
             for k in results.config["ks"]:
-                found = [lines[row]["precision"][str(k)] for row in rows_Q]
+                precisions = [lines[row]["precision"][str(k)] for row in rows_Q]
                 values_QL = np.array(
-                    [[number(of_query.get(name)) for name in names] for of_query in found]
+                    [[number(of_query.get(name)) for name in names] for of_query in precisions]
                 )
                 groups.append(at_items(precision_metrics(k, values_QL, names, direction), rows_Q))
         return groups

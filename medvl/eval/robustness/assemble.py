@@ -373,12 +373,12 @@ def _between(rows: slice, items: int) -> NDArray[np.bool_]:
 
 def _negation(kept: _Kept) -> MetricGroup:
     pairs = list(kept.scores.scorer.statements)
-    chosen = [index for index in kept.evaluable if kept.names[index] in pairs]
+    indices = [index for index in kept.evaluable if kept.names[index] in pairs]
     statements_TS = kept.value("statements")
     statements_TL2 = statements_TS.reshape(len(statements_TS), -1, 2)
-    statements_TL2 = statements_TL2[:, [pairs.index(kept.names[index]) for index in chosen]]
+    statements_TL2 = statements_TL2[:, [pairs.index(kept.names[index]) for index in indices]]
     return negation_metrics(
-        statements_TL2, kept.labels_TL[:, chosen], [kept.names[index] for index in chosen]
+        statements_TL2, kept.labels_TL[:, indices], [kept.names[index] for index in indices]
     )
 
 

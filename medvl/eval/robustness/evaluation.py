@@ -208,8 +208,8 @@ def _corruptions(rows: _Rows, metric: str, result: RobustnessResult) -> Table | 
 
 
 def _prompts(rows: _Rows, result: RobustnessResult) -> Table | None:
-    found = [*rows.of("auroc", "macro", "prompts"), *rows.of("auroc", "macro", "paraphrases")]
-    if not found:
+    auroc_rows = [*rows.of("auroc", "macro", "prompts"), *rows.of("auroc", "macro", "paraphrases")]
+    if not auroc_rows:
         return None
     spread = [
         row for kind in ("prompts", "paraphrases") for row in rows.of("auroc_sd", "macro", kind)
@@ -220,7 +220,7 @@ def _prompts(rows: _Rows, result: RobustnessResult) -> Table | None:
     return Table(
         title="Prompts",
         columns=["", "AUROC"],
-        rows=[[row.subgroup, metric_cell(row, bar=True)] for row in found],
+        rows=[[row.subgroup, metric_cell(row, bar=True)] for row in auroc_rows],
         caption=f"Mean AUROC of the findings. Standard deviation: {noted}." if noted else "",
     )
 

@@ -372,9 +372,9 @@ class Images:
 
 
 def score_images(
-    scorer: Scorer, loader: Loader, wanted: Sequence[str], texts: TextRows | None = None
+    scorer: Scorer, loader: Loader, value_names: Sequence[str], texts: TextRows | None = None
 ) -> Images:
-    """Return every image of a loader with the values `wanted`: findings, prompts, statements,
+    """Return every image of a loader with the values `value_names`: findings, prompts, statements,
     confidence, texts.
 
     Images are encoded once. Raises EvaluationError if images are missing or a value is not finite.
@@ -393,13 +393,13 @@ def score_images(
 
     def compute(batch: Batch) -> dict[str, Tensor]:
         images = scorer.encode(batch)
-        scores = {name: functions[name](images, batch) for name in wanted if name in functions}
-        if "confidence" in wanted:
+        scores = {name: functions[name](images, batch) for name in value_names if name in functions}
+        if "confidence" in value_names:
             scores["confidence"] = scorer.confidence(images, scores.get("statements"))
         return {"labels": batch.labels_BL, **scores}
 
     parts = batches.compute(compute)
-    values = {name: column(parts, name).double().numpy() for name in wanted}
+    values = {name: column(parts, name).double().numpy() for name in value_names}
     for name, value in values.items():
         if np.isinf(value).any() or (name not in _PARTIAL and np.isnan(value).any()):
             raise EvaluationError(
@@ -420,7 +420,7 @@ def score_versions(
     scorer: Scorer,
     loader: Loader,
     keys: Sequence[str],
-    wanted: Sequence[str],
+    value_names: Sequence[str],
     texts: TextRows | None = None,
 ) -> dict[str, Array]:
     """Return values (N, V, ...) of all versions of the images `keys`, from a loader over a
@@ -436,7 +436,7 @@ def score_versions(
         of_version = {
             source.key(key, number): row for key, row in texts.items() for number in numbers
         }
-    scored = score_images(scorer, loader, wanted, of_version)
+    scored = score_images(scorer, loader, value_names, of_version)
     place = {key: row for row, key in enumerate(scored.keys)}
     try:
         rows = [
@@ -526,21 +526,21 @@ def score_everything(
             {},
         )
     findings = ["findings"] if scorer.names else []
-    wanted = ["confidence", *findings]
-    wanted += ["prompts"] if scorer.prompt_sets else []
-    wanted += (
+    value_names = ["confidence", *findings]
+    value_names += ["prompts"] if scorer.prompt_sets else []
+    value_names += (
         ["statements"]
         if set(scorer.statements) & set(scorer.label_names(source.label_names))
         else []
     )
-    wanted += ["texts"] if texts is not None else []
-    clean = score_images(scorer, open_loader(source), wanted, texts)
+    value_names += ["texts"] if texts is not None else []
+    clean = score_images(scorer, open_loader(source), value_names, texts)
     corrupted = [*findings, *(["own_and_other"] if texts is not None else [])]
 
-    def versions_of(chosen: Sequence[Version], values: Sequence[str]) -> dict[str, Array]:
-        if not chosen or "corruptions" in left_out:
+    def versions_of(versions: Sequence[Version], values: Sequence[str]) -> dict[str, Array]:
+        if not versions or "corruptions" in left_out:
             return {}
-        loader = open_loader(VersionSource(source, chosen, seed, texts=scorer.reads_text))
+        loader = open_loader(VersionSource(source, versions, seed, texts=scorer.reads_text))
         return score_versions(scorer, loader, clean.keys, values, texts)
 
     confidence_NV = versions_of(made_up, ["confidence"]).get("confidence")

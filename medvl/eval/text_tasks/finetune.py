@@ -165,11 +165,11 @@ def encode_task(
         else:
             ids.append(tokenizer(list(example.texts))[0][0].tolist())
             if mentions and example.spans is not None:
-                found = [
+                masks = [
                     tokenizer.sentence_ids(list(example.texts), [[span]])[0] == 0
                     for span in example.spans
                 ]
-                marks.append([mask_T.long().tolist() for mask_T in found])
+                marks.append([mask_T.long().tolist() for mask_T in masks])
     has_types = any(1 in row for row in types)
     return EncodedTask(
         task=task,
@@ -269,13 +269,13 @@ def predict(
     first tag.
     """
     device = model.linear.weight.device
-    found: list[str | float | tuple[str, ...]] = [""] * len(data)
+    predictions: list[str | float | tuple[str, ...]] = [""] * len(data)
     for part in data.batches(batch):
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             logits = _logits(model, part.to(device)).float().cpu()
         for row, prediction in zip(part.rows, _decoded(data, part, logits), strict=True):
-            found[row] = prediction
-    return found
+            predictions[row] = prediction
+    return predictions
 
 
 def output_count(data: EncodedTask) -> int:

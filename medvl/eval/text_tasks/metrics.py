@@ -123,8 +123,8 @@ def _mean(metrics: Sequence[Summed], counts_NR: Array) -> Array:
 
 def _entity_counts(truth: object, guess: object) -> tuple[int, int, int]:
     true = entity_spans(_tags(truth))
-    found = entity_spans(_tags(guess))
-    return len(true & found), len(found - true), len(true - found)
+    guesses = entity_spans(_tags(guess))
+    return len(true & guesses), len(guesses - true), len(true - guesses)
 
 
 def _tags(value: object) -> tuple[str, ...]:
@@ -133,8 +133,8 @@ def _tags(value: object) -> tuple[str, ...]:
 
 def _set_counts(truth: object, guess: object) -> tuple[int, int, int]:
     true = set(_tags(truth))
-    found = set(_tags(guess))
-    return len(true & found), len(found - true), len(true - found)
+    guesses = set(_tags(guess))
+    return len(true & guesses), len(guesses - true), len(true - guesses)
 
 
 def _class_counts(classes: Sequence[str], pairs: Sequence[tuple[object, object]]) -> Array:
@@ -293,11 +293,11 @@ def _scores(
             [metric.value(counts_NR.T @ metric.sums_NK) for metric in seeds] for counts_NR in chunks
         ]
         values_TR.append(np.concatenate([np.mean(values, axis=0) for values in by_seed]))
-    found = [
+    scores = [
         blurb_score(dict(zip(metrics, values, strict=True)))
         for values in np.array(values_TR).T.tolist()
     ]
-    return np.array([score.value for score in found if score is not None])
+    return np.array([score.value for score in scores if score is not None])
 
 
 # Baselines of text tasks that need no encoder.

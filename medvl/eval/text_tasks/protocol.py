@@ -140,13 +140,13 @@ class TextTaskResult:
         """
         for name, examples in self.examples.items():
             for row, example in enumerate(examples):
-                found = [predicted[row] for predicted in self.runs[name].predictions]
+                predictions = [predicted[row] for predicted in self.runs[name].predictions]
                 yield {
                     "task": name,
                     "key": example.key,
                     "document": example.document,
                     "label": example.label,
-                    "predictions": found,
+                    "predictions": predictions,
                 }
 
 
@@ -251,16 +251,16 @@ def _check_names(tasks: Sequence[str]) -> None:
 
 
 def _splits(root: Path | str, task: TextTask, options: TextTaskOptions) -> Splits:
-    found = dict(read_text_task(root, task, options.relation_form))
+    splits = dict(read_text_task(root, task, options.relation_form))
     if task.evaluation_only:
         source = read_text_task(root, TASKS[task.evaluation_only], options.relation_form)
-        found = {
+        splits = {
             "train": source.get("train", []),
             "dev": source.get("dev", []),
-            "test": found.get("test", []),
+            "test": splits.get("test", []),
         }
     needed: tuple[Split, ...] = ("train", "dev", "test")
-    missing = [split for split in needed if not found.get(split)]
+    missing = [split for split in needed if not splits.get(split)]
     if missing:
         message = (
             f"{task.name} has no {' and no '.join(missing)} split in {root}; see "
@@ -270,13 +270,13 @@ def _splits(root: Path | str, task: TextTask, options: TextTaskOptions) -> Split
     if (
         task.kind == "relations"
         and options.relation_pool != "first"
-        and found["train"][0].spans is None
+        and splits["train"][0].spans is None
     ):
         message = f"{task.name} does not say where its mentions are; use the first token"
         raise ConfigError(message, "unsupported", field="relation_pool")
     if options.train_limit is not None:
-        found["train"] = found["train"][: options.train_limit]
-    return found
+        splits["train"] = splits["train"][: options.train_limit]
+    return splits
 
 
 def _encoders(encoder: EvaluatedEncoder, other: EvaluatedEncoder | None) -> Mapping[str, Any]:

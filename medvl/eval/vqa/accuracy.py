@@ -253,8 +253,10 @@ def _metric_groups(
     groups = [masked_means(*one) for one in values]
     for system in (MODEL, *CONTROLS, QUESTION_ONLY):
         if system in systems:
-            found = systems[system]
-            answers = [found[each.id].answer if each.id in found else "" for each in questions]
+            answer_of = systems[system]
+            answers = [
+                answer_of[each.id].answer if each.id in answer_of else "" for each in questions
+            ]
             groups += difference_metrics(questions, answers, subgroup_of(system))
     return groups
 

@@ -127,8 +127,8 @@ def choice_metrics(lines: Lines, config: Mapping[str, Any]) -> list[MetricGroup]
     groups = []
     for places, metrics in ((single, _single_metrics), (several, _several_metrics)):
         if places:
-            chosen = [lines[place] for place in places]
-            groups += [at_items(group, places) for group in metrics(chosen, config)]
+            subset = [lines[place] for place in places]
+            groups += [at_items(group, places) for group in metrics(subset, config)]
     return groups
 
 
@@ -211,8 +211,8 @@ def _shuffle_metrics(lines: Lines, main_N: Array, length: str) -> MetricGroup:
             every = [normalized_scores(entry, length) for entry in shuffled]
             credit_N[place] = np.mean([share_of_right(s, line["right"]) for s in every])
             every.append(normalized_scores(line["scores"][MAIN], length))
-            chosen = {int(np.argmax(np.nan_to_num(s, nan=-np.inf))) for s in every}
-            agree_N[place] = float(len(chosen) == 1)
+            answers = {int(np.argmax(np.nan_to_num(s, nan=-np.inf))) for s in every}
+            agree_N[place] = float(len(answers) == 1)
     return mean_metrics(SHUFFLED, np.stack([credit_N, agree_N], axis=1), [ACCURACY, "agreement"])
 
 
@@ -306,11 +306,11 @@ def _several_metrics(lines: Lines, config: Mapping[str, Any]) -> list[MetricGrou
             ]),
         }  # fmt: skip
         if config.get("threshold") is not None:
-            chosen = [
+            selections = [
                 relative_scores(final_scores(line, name, length, less)) >= config["threshold"]
                 for line in lines
             ]
-            columns |= _set_scores(chosen, lines)
+            columns |= _set_scores(selections, lines)
         values_NK = np.stack(list(columns.values()), axis=1)
         subgroup = "" if name == MAIN else control_of(name)
         groups.append(mean_metrics(SEVERAL, values_NK, list(columns), subgroup=subgroup))
@@ -360,8 +360,8 @@ def choose_option_threshold(lines: Lines, config: Mapping[str, Any]) -> float | 
         return None
     middles = (known[1:] + known[:-1]) / 2 if len(known) > 1 else known
     candidates_C = np.unique(np.quantile(middles, np.linspace(0, 1, _CANDIDATES)))
-    found = [
+    metrics = [
         _set_scores([each >= candidate for each in scores], several) for candidate in candidates_C
     ]
-    means = [(one["exact"].mean(), one["f1"].mean()) for one in found]
+    means = [(one["exact"].mean(), one["f1"].mean()) for one in metrics]
     return float(candidates_C[max(range(len(means)), key=lambda place: means[place])])

@@ -213,12 +213,12 @@ def mean_image(source: ShardSource, *, color: bool, split: str = "train") -> Pix
     Unreadable ones are left out. Raises CorpusError if no image is readable.
     """
     places = _training_images(source, split)
-    chosen = [
+    sample = [
         places[int(n)] for n in np.linspace(0, len(places) - 1, min(len(places), _MOST_IMAGES))
     ]
     total = np.zeros((_SIDE, _SIDE, 3) if color else (_SIDE, _SIDE), np.float64)
     count = 0
-    for place in chosen:
+    for place in sample:
         try:
             pixels = source.pixels(place, color)
         except ImageError:

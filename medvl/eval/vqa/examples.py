@@ -183,7 +183,7 @@ def choose_examples(
     questions = result.data.questions
     credit_N = result.credits[MODEL]
     order = np.random.default_rng(seed).permutation(len(questions))
-    chosen: dict[tuple[bool, str], list[int]] = {}
+    examples: dict[tuple[bool, str], list[int]] = {}
     for correct in (True, False):
         for answer_type in ("closed", "open"):
             by_kind: dict[str, list[int]] = {}
@@ -196,24 +196,24 @@ def choose_examples(
                 for number, indices in enumerate(by_kind.values())
                 for turn, index in enumerate(indices[:each])
             ]
-            chosen[correct, answer_type] = [index for _, _, index in sorted(turns)[:each]]
-    return chosen
+            examples[correct, answer_type] = [index for _, _, index in sorted(turns)[:each]]
+    return examples
 
 
 def example_cards(
     result: VQAResult,
     pixels: Pixels | None,
     explain: Explain | None,
-    chosen: Mapping[tuple[bool, str], Sequence[int]],
+    examples: Mapping[tuple[bool, str], Sequence[int]],
 ) -> Cards:
     """Return the section of the page, with one deck of cards for each combination of
     `choose_examples`.
     """
     questions = result.data.questions
-    ids = [questions[index].id for indices in chosen.values() for index in indices]
+    ids = [questions[index].id for indices in examples.values() for index in indices]
     explanations = {} if explain is None else explain(ids)
     decks = []
-    for (correct, answer_type), indices in chosen.items():
+    for (correct, answer_type), indices in examples.items():
         cards = [
             _card(result, index, pixels, explanations.get(questions[index].id)) for index in indices
         ]

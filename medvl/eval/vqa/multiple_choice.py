@@ -115,8 +115,8 @@ def score_questions(
                 dataclasses.replace(asked[key], options=tuple(options[asked[key].id]))
                 for key in batch.keys
             ]
-            found = scorer.score(batch.to(model.device), questions)
-            scores |= {one.id: each for one, each in zip(questions, found, strict=True)}
+            batch_scores = scorer.score(batch.to(model.device), questions)
+            scores |= {one.id: each for one, each in zip(questions, batch_scores, strict=True)}
     return scores
 
 
@@ -156,8 +156,8 @@ def cyclic_scores(
             name: [(place + turn) % len(several) for place in range(len(several))]
             for name, several in options.items()
         }
-        found = _in_order(score(_reordered(options, order)), order)
-        for name, each in found.items():
+        turn_scores = _in_order(score(_reordered(options, order)), order)
+        for name, each in turn_scores.items():
             if turn < len(options[name]):
                 values_O = np.asarray(each.scores, np.float64)
                 log_O = values_O - np.logaddexp.reduce(values_O)
@@ -347,9 +347,9 @@ class MultipleChoice(ModelEvaluation):
             baselines = baseline_credits(known, asked)
             lines = [line | credit for line, credit in zip(lines, baselines, strict=True)]
         for line in lines:
-            chosen = final_scores(line, MAIN, self.length, self.less_text_only)
-            if not np.isnan(chosen).any():
-                line["chosen"] = line["options"][int(np.argmax(chosen))]
+            option_scores = final_scores(line, MAIN, self.length, self.less_text_only)
+            if not np.isnan(option_scores).any():
+                line["chosen"] = line["options"][int(np.argmax(option_scores))]
         return self.score_lines(
             lines, setup, source, version=PROTOCOL_VERSION, config=config, seed=self.seed
         )

@@ -333,11 +333,11 @@ class LetterScorer(PromptLikelihoodScorer):
     def _spellings(self, letter: str) -> list[int]:
         """Return the tokens of a letter, with and without a blank before it."""
         known = {n for text in (letter, f" {letter}") for n in text_ids(self.tokenizer, text)}
-        found = [n for n in known if self.tokenizer.decode([n]).strip().upper() == letter]
-        if not found:
+        ids = [n for n in known if self.tokenizer.decode([n]).strip().upper() == letter]
+        if not ids:
             message = f"expected a token for the letter {letter}, got none in the tokenizer"
             raise ConfigError(message, "unsupported", field="score")
-        return found
+        return ids
 
     def _asked(self, question: Question) -> str:
         return question.with_letters()
@@ -397,21 +397,21 @@ def option_scorer(
     was trained without matching.
     """
     check_choice(score, SCORES, "score")
-    found: dict[str, OptionScorer] = {}
+    scorers: dict[str, OptionScorer] = {}
     model = as_matcher(model)
     if isinstance(model, FusionModel) and (model.can_match or not isinstance(model, DualEncoder)):
-        found["matching"] = MatchingScorer(model, templates)
+        scorers["matching"] = MatchingScorer(model, templates)
     if isinstance(model, DualEncoder):
-        found["statement"] = SimilarityScorer(model, templates)
+        scorers["statement"] = SimilarityScorer(model, templates)
     if isinstance(model, VQA):
-        found["answers"] = AnswerScorer(model, protocol)
+        scorers["answers"] = AnswerScorer(model, protocol)
     if isinstance(model, CausalLM):
-        found["likelihood"] = PromptLikelihoodScorer(model, templates)
-        found["letter"] = LetterScorer(model, templates)
+        scorers["likelihood"] = PromptLikelihoodScorer(model, templates)
+        scorers["letter"] = LetterScorer(model, templates)
     elif isinstance(model, ReportGenerator):
-        found["likelihood"] = LikelihoodScorer(model, templates)
-    if not found or score not in ("auto", *found):
-        has = ", ".join(found) or "no score of options"
+        scorers["likelihood"] = LikelihoodScorer(model, templates)
+    if not scorers or score not in ("auto", *scorers):
+        has = ", ".join(scorers) or "no score of options"
         message = f"{model.name} has {has}; expected {score}"
         raise ConfigError(message, "unsupported", field="score")
-    return next(iter(found.values())) if score == "auto" else found[score]
+    return next(iter(scorers.values())) if score == "auto" else scorers[score]

@@ -74,13 +74,13 @@ def read_answers(path: str | Path, questions: Sequence[Question]) -> Predictions
     else:
         return read_predictions(path)
     answers: dict[str, Prediction] = {}
-    found = list(rows)
-    for where, row, text in found:
+    entries = list(rows)
+    for where, row, text in entries:
         name = _question_id(row)
         if name is None:
             place = row.get("doc_id", len(answers))
-            is_place = isinstance(place, int) and 0 <= place < len(found)
-            if not is_place or len(found) != len(questions):
+            is_place = isinstance(place, int) and 0 <= place < len(entries)
+            if not is_place or len(entries) != len(questions):
                 message = f"{where}: expected question_id, or a row for each of the questions"
                 raise EvaluationError(message, "missing", field="question_id")
             name = questions[place].id
@@ -136,8 +136,8 @@ def _kit_rows(path: Path) -> Iterator[tuple[str, dict[str, Any], str]]:
 def final_answer(text: str) -> str:
     """Return the part of a text that states its answer: boxed, tagged, or behind "answer is"."""
     for pattern in _FINAL:
-        if found := pattern.findall(text):
-            return str(found[-1]).strip()
+        if matches := pattern.findall(text):
+            return str(matches[-1]).strip()
     return text.strip()
 
 
@@ -151,11 +151,11 @@ def parse_option(text: str, options: Sequence[str]) -> int | None:
     letter = _LETTER.match(final.strip(" *"))
     if letter is not None and letter[1] in LETTERS[: len(options)]:
         return LETTERS.index(letter[1])
-    found = [place for place, option in enumerate(known) if _is_stated(option, given)]
+    places = [place for place, option in enumerate(known) if _is_stated(option, given)]
     longest = [
         place
-        for place in found
-        if not any(known[place] != known[n] and known[place] in known[n] for n in found)
+        for place in places
+        if not any(known[place] != known[n] and known[place] in known[n] for n in places)
     ]
     return longest[0] if len(longest) == 1 else None
 

@@ -305,10 +305,10 @@ def _llava_med(answer: str, right: str, answer_type: str) -> float:
     if answer_type == "closed":
         return float(("yes" in answer or "no" in answer) and right in answer)
     given = answer.split()
-    wanted = right.split()
-    found = sum(word in wanted for word in given)
-    missed = sum(word not in given for word in wanted)
-    return found / (found + missed)
+    words = right.split()
+    hits = sum(word in words for word in given)
+    missed = sum(word not in given for word in words)
+    return hits / (hits + missed)
 
 
 _EVERY_SPLIT = ("train", "validate", "test")
@@ -416,8 +416,8 @@ class AnswerVocabulary:
             raise EvaluationError(
                 f"{message}; choose another protocol", "unsupported", field="protocol"
             )
-        chosen = [question for question in questions if question.split in protocol.vocabulary]
-        counts = Counter(protocol.normalize(question.answer) for question in chosen)
+        subset = [question for question in questions if question.split in protocol.vocabulary]
+        counts = Counter(protocol.normalize(question.answer) for question in subset)
         counts.pop("", None)
         kept = [answer for answer, count in counts.items() if count >= min_count]
         if not kept:
@@ -425,8 +425,8 @@ class AnswerVocabulary:
                 f"{', '.join(protocol.vocabulary)} has no answers for a vocabulary", "empty"
             )
         answers = sorted(kept, key=lambda answer: (-counts[answer], answer))
-        found = {question.split for question in chosen}
-        splits = tuple(split for split in protocol.vocabulary if split in found)
+        split_names = {question.split for question in subset}
+        splits = tuple(split for split in protocol.vocabulary if split in split_names)
         return cls(tuple(answers), protocol.normalizer, splits)
 
     @classmethod

@@ -140,8 +140,8 @@ class PromptSet:
         one that is no label or has no sentences.
         """
         label_of = self.labels_of(names)
-        wanted = match_labels(chosen, names)
-        unknown = [name for name in chosen if name not in wanted]
+        matches = match_labels(chosen, names)
+        unknown = [name for name in chosen if name not in matches]
         if unknown:
             message = f"the data have no label {', '.join(unknown)}: {nearest(unknown[0], names)}"
             raise EvaluationError(message, "unknown_name", field="labels")
@@ -155,7 +155,7 @@ class PromptSet:
             }
         extended = dataclasses.replace(self, classes={**self.classes, **more})
         class_of = {label: name for name, label in label_of.items()}
-        wanted_classes = [class_of.get(label, label) for label in wanted.values()]
+        wanted_classes = [class_of.get(label, label) for label in matches.values()]
         without = [name for name in wanted_classes if name not in extended.classes]
         if without:
             message = f"the prompts {self.name!r} have no sentences for {', '.join(without)}"

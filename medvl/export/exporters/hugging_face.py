@@ -450,9 +450,9 @@ def _write_text(model: Any, folder: Path) -> tuple[dict[str, float], Arguments]:
         if not _is_plain_clip(net, "TextTransformer"):
             save_encoder(encoder, folder)
             actual = load_encoder(folder)(ids, mask)
-            wanted = encoder(ids, mask)
+            reference = encoder(ids, mask)
             return {
-                "text vector": difference("the text vector", actual.pooled_BD, wanted.pooled_BD)
+                "text vector": difference("the text vector", actual.pooled_BD, reference.pooled_BD)
             }, None
         net = transformers.CLIPTextModel(
             transformers.CLIPTextConfig(**_clip_text_fields(encoder, _HIGHEST_ID_IS_END))

@@ -114,20 +114,22 @@ def _fields(folder: Path, kind: str) -> dict[str, Any]:
 
 def _check_kind(folder: Path, kind: str) -> None:
     """Raise ConfigError ("unsupported"), with the right call, for a model of another type."""
-    found = read_config(folder)["model_type"]
-    if found == kind:
+    model_type = read_config(folder)["model_type"]
+    if model_type == kind:
         return
     calls = {"siglip": "medvl import hf-siglip", "clip": "medvl import hf-clip"}
     advice = f"expected {kind!r}"
-    if found in calls:
-        advice = f"use {calls[found]}"
-    elif found in IMAGE_KINDS:
+    if model_type in calls:
+        advice = f"use {calls[model_type]}"
+    elif model_type in IMAGE_KINDS:
         advice = "it is an image encoder: create_image_encoder('hf:FOLDER', pretrained=True)"
-    elif found.endswith("_text_model"):
+    elif model_type.endswith("_text_model"):
         advice = "it is a text encoder: create_text_encoder('hf:FOLDER', pretrained=True)"
-    elif found == "siglip2":
+    elif model_type == "siglip2":
         advice = "images of unequal numbers of patches (NaFlex); take a SigLIP 2 of one size"
-    message = f"{folder / CONFIG_FILE}: model_type {found!r} is not imported as hf-{kind}: {advice}"
+    message = (
+        f"{folder / CONFIG_FILE}: model_type {model_type!r} is not imported as hf-{kind}: {advice}"
+    )
     raise ConfigError(message, "unsupported", field="system")
 
 

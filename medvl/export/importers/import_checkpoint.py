@@ -211,10 +211,10 @@ def import_checkpoint(
     path = file_in_folder(Path(file))
     _check_files(importer, text_file, entities)
     files = [path] if text_file is None else [path, file_in_folder(Path(text_file))]
-    chosen = [weights, None][: len(files)]
+    weight_names = [weights, None][: len(files)]
     contents = [
         read_weight_file(each, weights=name, parts=importer.parts)
-        for each, name in zip(files, chosen, strict=True)
+        for each, name in zip(files, weight_names, strict=True)
     ]
     tensors: dict[str, Tensor] = {}
     for each, content in zip(files, contents, strict=True):

@@ -218,11 +218,11 @@ class FVLM(VolumeDualEncoder):
         depth, height, width = self.image_encoder.patch_size
         cells = organ_mask_BDHW.unflatten(3, (-1, width)).unflatten(2, (-1, height))
         cells = cells.unflatten(1, (-1, depth))  # B, d, z, h, y, w, x
-        found = [
+        masks = [
             (cells == organ).any(dim=6).any(dim=4).any(dim=2).flatten(1)
             for organ in range(1, len(ORGANS) + 1)
         ]
-        return torch.stack(found, dim=1)
+        return torch.stack(masks, dim=1)
 
     def unnormalized_image(
         self, image_BCDHW: Tensor, organ_mask_BDHW: Tensor | None = None

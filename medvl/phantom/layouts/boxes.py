@@ -107,9 +107,9 @@ def _write_detections(
         path = Path(f"{split}_data", f"{study.study_id}.png")
         write_view(root / path, view, options.size, encode_png)
         row: dict[str, object] = {"file_name": path.name}
-        found = [box for box in boxes(view, REFERENCE_SIZE) if box.label in names]
-        row["syms"] = [names[box.label] for box in found]
-        row["boxes"] = [_corners(box) for box in found]
+        objects = [box for box in boxes(view, REFERENCE_SIZE) if box.label in names]
+        row["syms"] = [names[box.label] for box in objects]
+        row["boxes"] = [_corners(box) for box in objects]
         if prefix:
             parts = part_masks(view, REFERENCE_SIZE)
             row["polygons"] = [_outline(mask_HW) for label, _, mask_HW in parts if label in names]

@@ -284,21 +284,21 @@ def choice_questions(view: View) -> Iterator[ChoiceQuestion]:
     if view.lateral:
         return
     truth = truth_labels(view.findings)
-    found = {finding.label: finding for finding in view.findings}
+    finding_of = {finding.label: finding for finding in view.findings}
     shown = [label for label in _FINDINGS if truth[label]]
-    if len(shown) == 1 and found[shown[0]].extent >= _VISIBLE_EXTENT:
+    if len(shown) == 1 and finding_of[shown[0]].extent >= _VISIBLE_EXTENT:
         yield ChoiceQuestion(
             question=_FORMS["presence"][0],
             options=tuple(_FINDINGS.values()),
             right=list(_FINDINGS).index(shown[0]),
             kind="presence",
         )
-    effusion = found.get("Pleural Effusion")
+    effusion = finding_of.get("Pleural Effusion")
     if effusion is None or effusion.extent >= _VISIBLE_EXTENT:
         side = None if effusion is None else effusion.side
         yield _graded(side, "Pleural Effusion", _SIDES, "laterality")
     for label in _GRADED:
-        finding = found.get(label)
+        finding = finding_of.get(label)
         severity = None if finding is None else finding.severity
         yield _graded(severity, label, _SEVERITIES, "severity")
 

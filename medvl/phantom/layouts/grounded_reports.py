@@ -293,14 +293,14 @@ def _scene_graph(study: Study, width: int, height: int) -> dict[str, Any]:
 def _relations(study: Study, region: str) -> list[str]:
     """Return the findings of a lung, and of the heart, as relations."""
     side = region.partition(" ")[0]
-    found = [
+    labels = [
         finding.label
         for finding in study.findings
         if (finding.side in (side, "bilateral") if side in ("left", "right") else False)
         or (region == "cardiac silhouette" and finding.label == "Cardiomegaly")
     ]
     present = [
-        f"{_CATEGORIES.get(label, 'anatomicalfinding')}|yes|{label.lower()}" for label in found
+        f"{_CATEGORIES.get(label, 'anatomicalfinding')}|yes|{label.lower()}" for label in labels
     ]
-    absent = side in ("left", "right") and "Pneumothorax" not in found
+    absent = side in ("left", "right") and "Pneumothorax" not in labels
     return [*dict.fromkeys(present), *(["anatomicalfinding|no|pneumothorax"] if absent else [])]

@@ -350,8 +350,8 @@ def infection(view: View, size: int) -> NDArray[np.bool_] | None:
     """Return the mask (H, W) of the infected areas in pixels of `draw(view, size)`, None where
     there are none.
     """
-    found = [mask for label, mask in masks(view, size).items() if label in INFECTIONS]
-    return np.logical_or.reduce(found) if found else None
+    lesions = [mask for label, mask in masks(view, size).items() if label in INFECTIONS]
+    return np.logical_or.reduce(lesions) if lesions else None
 
 
 def sample_distractors(view: View, mask_HW: NDArray[np.bool_], count: int) -> tuple[Finding, ...]:
@@ -371,7 +371,7 @@ def sample_distractors(view: View, mask_HW: NDArray[np.bool_], count: int) -> tu
     ]
     named = set(named_zones(view, mask_HW))
     taken_HW = mask_HW
-    chosen: list[Finding] = []
+    distractors: list[Finding] = []
     for _ in range(count * _TRIES):
         label, part = infected[rng.integers(len(infected))]
         finding = Finding(label=label, parts=PART_SAMPLERS[label](rng, part.extent)[:1])
@@ -383,10 +383,10 @@ def sample_distractors(view: View, mask_HW: NDArray[np.bool_], count: int) -> tu
         ):
             continue
         taken_HW = taken_HW | other_HW
-        chosen.append(finding)
-        if len(chosen) == count:
+        distractors.append(finding)
+        if len(distractors) == count:
             break
-    return tuple(chosen)
+    return tuple(distractors)
 
 
 def describe(view: View, mask_HW: NDArray[np.bool_]) -> str:

@@ -234,19 +234,19 @@ def _image_fields(study: Study, patient: Patient, split: str) -> dict[str, objec
 
 
 def _entries(study: Study) -> Iterator[dict[str, object]]:
-    found = [label for label in _ASKED if study.labels[label]]
+    positives = [label for label in _ASKED if study.labels[label]]
     label = _ASKED[study.study_id % len(_ASKED)]
     yield {
         "question": f"Is there any {NAMES[label]}?",
         "content_type": "presence",
         "semantic_type": "verify",
-        "answer": ["yes" if label in found else "no"],
+        "answer": ["yes" if label in positives else "no"],
     }
     yield {
         "question": "List all the abnormalities that are shown.",
         "content_type": "abnormality",
         "semantic_type": "query",
-        "answer": [NAMES[each] for each in found],
+        "answer": [NAMES[each] for each in positives],
     }
     yield {
         "question": "What is the gender of the patient?",
@@ -442,16 +442,16 @@ def _write_gemex_patient(root: Path, patient: Patient, options: Options) -> Pati
 
 def _gemex_entries(study: Study) -> Iterator[dict[str, object]]:
     """Yield an open, a closed, a single-choice and a multi-choice question."""
-    found = [label for label in _ASKED if study.labels[label]]
+    positives = [label for label in _ASKED if study.labels[label]]
     listed = [*(NAMES[label] for label in _ASKED), "none of these"]
     choices = [f"{letter}: {name}" for letter, name in zip("ABCDE", listed, strict=True)]
-    right = ["ABCD"[_ASKED.index(label)] for label in found] or ["E"]
-    names = ", ".join(NAMES[label] for label in found) or "nothing"
+    right = ["ABCD"[_ASKED.index(label)] for label in positives] or ["E"]
+    names = ", ".join(NAMES[label] for label in positives) or "nothing"
     yield {"question": "What is abnormal?", "answer": names, "type": "abnormality"}
-    answer = "yes" if found else "no"
+    answer = "yes" if positives else "no"
     yield {"question": "Is anything abnormal?", "answer": answer, "type": "presence"}
-    one = found[0] if found else _ASKED[0]
-    options = [f"A: {NAMES[one]} is {'there' if found else 'absent'}", "B: neither is true"]
+    one = positives[0] if positives else _ASKED[0]
+    options = [f"A: {NAMES[one]} is {'there' if positives else 'absent'}", "B: neither is true"]
     yield {"question": "Which is true?", "answer": "A", "choices": options, "type": "presence"}
     yield {
         "question": "Which of these are there?",

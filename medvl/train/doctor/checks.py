@@ -113,13 +113,13 @@ def check_nodes(
         "joined": joined,
         "storage": None if storage is None else _check_storage(ranks, storage),
     }
-    found = ranks.exchange(own)
+    reports = ranks.exchange(own)
     return NodesReport(
-        ranks=found,
+        ranks=reports,
         latency_us=1e6 * latency,
         bandwidth_gb=2 * (ranks.size - 1) / ranks.size * megabytes * 2**20 / transfer / 1e9,
         megabytes=megabytes,
-        problems=ranks.from_main([*_disagreements(found), *_lost_nodes(found)]),
+        problems=ranks.from_main([*_disagreements(reports), *_lost_nodes(reports)]),
     )
 
 
@@ -246,11 +246,11 @@ def _problem(action: Callable[[], Any]) -> str | None:
     return None
 
 
-def _disagreements(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _disagreements(reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield differences between ranks, and failures of some of them."""
-    for rank, other in enumerate(found):
+    for rank, other in enumerate(reports):
         where = f"rank {rank} on {other['host']}"
-        for name, version in found[0]["versions"].items():
+        for name, version in reports[0]["versions"].items():
             if other["versions"][name] != version:
                 here = other["versions"][name]
                 yield (
@@ -271,8 +271,8 @@ def _disagreements(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             )
 
 
-def _lost_nodes(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    several = len({rank["node"] for rank in found}) > 1
+def _lost_nodes(reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    several = len({rank["node"] for rank in reports}) > 1
     if several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield (
             "torchrun cannot replace a lost node; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on "
@@ -364,46 +364,48 @@ def _seconds(source: ShardSource, position: int) -> float:
     return time.perf_counter() - started
 
 
-def describe_remote_shards(found: RemoteShards) -> str:
+def describe_remote_shards(remote: RemoteShards) -> str:
     """Return the measurements as a table, with advice at its end."""
     rows = [
         (
             "shards",
-            f"{found.address}: {found.samples} samples in {found.shards} shards, "
-            f"{found.bytes / 1e9:.2f} GB",
+            f"{remote.address}: {remote.samples} samples in {remote.shards} shards, "
+            f"{remote.bytes / 1e9:.2f} GB",
         ),
-        ("opened in", f"{found.open_seconds:.2f} s"),
-        ("one sample", f"{found.latency_ms:.1f} ms (median)"),
+        ("opened in", f"{remote.open_seconds:.2f} s"),
+        ("one sample", f"{remote.latency_ms:.1f} ms (median)"),
         (
             "at random",
-            f"{found.samples_per_second:.0f} samples/s with {THREADS} threads, not cached",
+            f"{remote.samples_per_second:.0f} samples/s with {THREADS} threads, not cached",
         ),
-        ("one shard", f"{found.megabytes_per_second:.1f} MB/s"),
+        ("one shard", f"{remote.megabytes_per_second:.1f} MB/s"),
         (
             "cache",
-            f"{found.cache_folder}: {found.cache_used / 1e9:.2f} of "
-            f"{found.cache_limit / 1e9:.2f} GB used",
+            f"{remote.cache_folder}: {remote.cache_used / 1e9:.2f} of "
+            f"{remote.cache_limit / 1e9:.2f} GB used",
         ),
     ]
     lines = [f"{name:24}{value}" for name, value in rows]
-    return "\n".join([*lines, *(f"{'':24}{line}" for line in _advice(found))])
+    return "\n".join([*lines, *(f"{'':24}{line}" for line in _advice(remote))])
 
 
-def _advice(found: RemoteShards) -> list[str]:
+def _advice(remote: RemoteShards) -> list[str]:
     advice = []
-    if not found.sends_ranges:
+    if not remote.sends_ranges:
         advice.append(
             "the server sends whole files instead of parts of them: keep the cache larger than "
             "the shards"
         )
-    if found.cache_limit < found.bytes:
-        missing = f"{found.bytes / 1e9:.2f} GB of shards, {found.cache_limit / 1e9:.2f} GB of cache"
+    if remote.cache_limit < remote.bytes:
+        missing = (
+            f"{remote.bytes / 1e9:.2f} GB of shards, {remote.cache_limit / 1e9:.2f} GB of cache"
+        )
         advice.append(
             f"{missing}: the rest is requested in every epoch; raise MEDVL_CACHE_SIZE, or use a "
             f"larger disk"
         )
-    elif found.samples_per_second:
-        seconds = found.bytes / _MEGABYTE / max(found.megabytes_per_second, 1e-9)
+    elif remote.samples_per_second:
+        seconds = remote.bytes / _MEGABYTE / max(remote.megabytes_per_second, 1e-9)
         duration = f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
         advice.append(
             f"the cache has room for all shards: they are fetched once, in about {duration}"

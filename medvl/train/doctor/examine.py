@@ -481,12 +481,12 @@ def _faster_step(exam: Examination, settings: Settings) -> Iterator[str]:
 def _faster_loader(exam: Examination, data: Any, part: Limit) -> Iterator[str]:
     spare = exam.cores - exam.workers - (exam.threads if exam.device == "CPU" else 1)
     if spare > 0 and part != "disk":
-        wanted = min(
+        workers = min(
             exam.workers + spare,
             -(-exam.workers * int(exam.model_rate) // max(1, int(exam.loader_rate))),
         )
         yield (
-            f"--data.workers {max(wanted, exam.workers + 1)}: {exam.cores} cores, "
+            f"--data.workers {max(workers, exam.workers + 1)}: {exam.cores} cores, "
             f"{exam.workers} workers"
         )
     elif part != "disk":

@@ -262,10 +262,10 @@ def machine_settings(
         torch.backends.cudnn.benchmark = benchmark_before
 
 
-def _threads(ranks: RankInfo, wanted: int | None, available: int) -> int | None:
+def _threads(ranks: RankInfo, setting: int | None, available: int) -> int | None:
     """Return the number of CPU threads of each rank; None leaves torch's."""
-    if wanted is not None or ranks.device.type != "cpu" or (ranks.size == 1 and available == 1):
-        return wanted
+    if setting is not None or ranks.device.type != "cpu" or (ranks.size == 1 and available == 1):
+        return setting
     most = available if ranks.size == 1 else max(1, cpu_cores() // ranks.local_size)
     threads = max(1, min(most, ranks.on_main(idle_cores) // ranks.local_size))
     if threads < most:

@@ -239,12 +239,12 @@ def _statement(sentence: str) -> Statement:
 
 def _findings(statements: Iterable[Statement]) -> Findings:
     """Return what statements assert, without severities."""
-    return frozenset(found[:2] for each in statements for found in each.asserted)
+    return frozenset(finding[:2] for each in statements for finding in each.asserted)
 
 
 def _contradictions(statements: Sequence[Statement]) -> Findings:
     """Return what statements assert and also deny, without a side or on the same side."""
-    denied = frozenset(found for each in statements for found in each.denied)
+    denied = frozenset(finding for each in statements for finding in each.denied)
     present = _findings(statements)
     return frozenset(each for each in present if each in denied or (each[0], "") in denied)
 

@@ -286,9 +286,9 @@ def open_choices(data: VQADataConfig, model: Any, batch: int) -> DataLoaders:
     from medvl.data.loading.studies import OptionSource
 
     def questions(source: "ShardSource", split: str) -> OptionSource:
-        chosen = OptionSource(source, split)
-        _check_options(chosen, model)
-        return chosen
+        option_source = OptionSource(source, split)
+        _check_options(option_source, model)
+        return option_source
 
     return _open_questions(data, model, batch, questions, OptionTexts())
 

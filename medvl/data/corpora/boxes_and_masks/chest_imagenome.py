@@ -162,10 +162,12 @@ def _read_splits(root: Path, allowed: InputFolders) -> Iterator[tuple[str, str]]
             yield row["dicom_id"], split
 
 
-def _read_metadata(table: Path, allowed: InputFolders, wanted: Container[str]) -> dict[str, _Image]:
+def _read_metadata(
+    table: Path, allowed: InputFolders, dicom_ids: Container[str]
+) -> dict[str, _Image]:
     result: dict[str, _Image] = {}
     for row in read_table(table, _METADATA, allowed):
-        if row["dicom_id"] not in wanted:
+        if row["dicom_id"] not in dicom_ids:
             continue
         if not (row["Rows"].isdecimal() and row["Columns"].isdecimal()):
             raise malformed(table, "expected whole numbers", "Rows")

@@ -77,7 +77,7 @@ class ChestXDet10(Corpus):
                 elif patient in tested:
                     rows.exclude("patient_in_test")
                     continue
-                found = {box["label"] for box in boxes}
+                findings = {box["label"] for box in boxes}
                 sample = Sample(
                     key=deid.image(name),
                     corpus=self.corpus,
@@ -85,7 +85,7 @@ class ChestXDet10(Corpus):
                     patient=patient,
                     study=deid.study(number, name),
                     image=root / f"{folder}_data" / name,
-                    labels={label: int(label in found) for label in self.labels},
+                    labels={label: int(label in findings) for label in self.labels},
                     extra=region_fields(_SIZE, {"boxes": boxes, **masks}),
                 )
                 records.append(Record(sample))

@@ -173,13 +173,13 @@ def _tables(split: str, *places: Path) -> tuple[Path, ...]:
     Those of training may have the texts of validation too, as `Train_text_for_Covid19.xlsx` has.
     """
     words = {"train": ("train",), "validate": ("val", "train"), "test": ("test",)}[split]
-    found: dict[Path, None] = {}
+    tables: dict[Path, None] = {}
     for place in places:
         for path in sorted(place.iterdir()) if place.is_dir() else ():
             low = path.name.lower()
             if path.suffix.lower() in (".xlsx", ".csv") and "text" in low and low.startswith(words):
-                found[path] = None
-    return tuple(found)
+                tables[path] = None
+    return tuple(tables)
 
 
 def _id_table(split: str, places: tuple[Path, ...]) -> Path:

@@ -66,7 +66,7 @@ class VinDrMammo(Corpus):
         table = root / TABLE
         warnings = Counter[str]()
         findings = _read_findings(root / FINDINGS_TABLE, warnings, allowed)
-        categories = {name for found in findings.values() for name in found.categories}
+        categories = {name for of_image in findings.values() for name in of_image.categories}
         breasts = [_breast(row, table) for row in read_table(table, _COLUMNS, allowed)]
         names = (
             *sorted(categories | {NO_FINDING}),
@@ -87,9 +87,11 @@ class VinDrMammo(Corpus):
                 raise malformed(table, f"{message} of {', '.join(_SPLITS)}", "study_id")
             breast = _breast(row, table)
             warnings["breast_labels_differ"] += first.setdefault((exam, side), breast) != breast
-            found = findings.pop(image, _Findings())
-            labels = {name: int(name in found.categories) for name in names if name in categories}
-            labels[NO_FINDING] = int(not found.categories)
+            of_image = findings.pop(image, _Findings())
+            labels = {
+                name: int(name in of_image.categories) for name in names if name in categories
+            }
+            labels[NO_FINDING] = int(not of_image.categories)
             file = root / "images" / exam / f"{image}.dicom"
             suffix = suffix or find_suffix(file, (".dicom", ".dcm"))
             patient = deid.patient(exam)
@@ -107,7 +109,7 @@ class VinDrMammo(Corpus):
                     "laterality": side,
                     "breast_birads": breast[0],
                     "breast_density": breast[1],
-                    "boxes": found.boxes,
+                    "boxes": of_image.boxes,
                 },
             )
             records.append(Record(sample))
@@ -147,21 +149,21 @@ def _read_findings(
     findings: dict[str, _Findings] = {}
     columns = ("image_id", "finding_categories", "finding_birads", "height", "width", *_CORNERS)
     for row in read_table(table, columns, allowed):
-        found = findings.setdefault(read_image_id(row, table), _Findings())
+        of_image = findings.setdefault(read_image_id(row, table), _Findings())
         try:
             names = python_names(row["finding_categories"].strip())
         except ValueError:
             message = "expected a list of names such as ['Mass']"
             raise malformed(table, message, "finding_categories") from None
         names = [name for name in names if name != NO_FINDING]
-        found.categories.update(names)
+        of_image.categories.update(names)
         if not names:
             continue
         birads = row["finding_birads"].strip().removeprefix("BI-RADS ") or None
         for name in names:
             box = _box(name, row, table)
             warnings["box_malformed"] += box is None
-            found.boxes += [] if box is None else [{**box, "birads": birads}]
+            of_image.boxes += [] if box is None else [{**box, "birads": birads}]
     return findings
 
 

@@ -84,8 +84,8 @@ class VinDrPCXR(Corpus):
                 own = own_study(image, deid)
                 file = root / folder / f"{image}.dicom"
                 suffix = suffix or find_suffix(file, (".dicom", ".dcm"))
-                found = boxes.get(image, [])
-                release_names = {*named, *(str(box["release_label"]) for box in found)}
+                image_boxes = boxes.get(image, [])
+                release_names = {*named, *(str(box["release_label"]) for box in image_boxes)}
                 sample = Sample(
                     **own,
                     corpus=self.corpus,
@@ -93,7 +93,7 @@ class VinDrPCXR(Corpus):
                     image=file.with_suffix(suffix or ".dicom"),
                     labels=_labels(named, names),
                     extra={
-                        "boxes": found,
+                        "boxes": image_boxes,
                         "release_names": {
                             RENAMED[name]: name for name in sorted(release_names & RENAMED.keys())
                         },

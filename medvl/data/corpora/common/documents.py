@@ -255,8 +255,8 @@ def document_files(path: Path) -> list[Path]:
 
     Raises CorpusError when there is none of a known kind.
     """
-    found = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
-    known = [each for each in found if plain_suffix(each) in (".txt", ".jsonl", ".xml")]
+    paths = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    known = [each for each in paths if plain_suffix(each) in (".txt", ".jsonl", ".xml")]
     if not known:
         state = "does not exist" if not path.exists() else "has no documents"
         raise CorpusError(

@@ -150,14 +150,14 @@ class ByteColumn:
             opened = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
             kind = opened.schema_arrow.field(name).type
             schema = opened.schema
-        found = [
+        indices = [
             index for index in range(len(schema)) if _holds_bytes(schema.column(index), name, kind)
         ]
-        if len(found) != 1:
+        if len(indices) != 1:
             raise ValueError(f"the bytes of {name} are not found")
-        leaf = schema.column(found[0])
+        leaf = schema.column(indices[0])
         levels = leaf.max_repetition_level, leaf.max_definition_level
-        return cls(file=mapped, index=found[0], levels=levels, page_bytes=page_bytes)
+        return cls(file=mapped, index=indices[0], levels=levels, page_bytes=page_bytes)
 
     def rows(self) -> Iterator[list[Value | None]]:
         """Yield the values of each row, None for those that are missing: one for each entry of a
@@ -182,21 +182,21 @@ class ByteColumn:
 
     def _rows_of(self, chunk: Chunk, rows: int) -> Iterator[list[Value | None]]:
         row: list[Value | None] = []
-        found = 0
+        count = 0
         for starts_row, value in _Pages(self, chunk).values():
-            if starts_row and found:
+            if starts_row and count:
                 yield row
                 row = []
-            found += starts_row
-            if not found or found > rows:
+            count += starts_row
+            if not count or count > rows:
                 raise ValueError(f"expected {rows} rows in a group, got another number")
             if len(row) >= _ROW_VALUES:
                 raise ValueError(f"a list has more than {_ROW_VALUES} values")
             # A copy, so that the page is not kept until the next row is read.
             row.append(value and value._replace(content=bytes(value.content)))
-        if found != rows:
-            raise ValueError(f"expected {rows} rows in a group, got {found}")
-        if found:
+        if count != rows:
+            raise ValueError(f"expected {rows} rows in a group, got {count}")
+        if count:
             yield row
 
 
@@ -414,12 +414,12 @@ class _Compact:
 
     def struct(self, depth: int = 0, *, keep: bool = True) -> dict[int, Any]:
         """Read a struct: field -> number, truth, bytes, list or struct; empty without `keep`."""
-        found = {}
+        values = {}
         for name, kind in self.fields():
             value = kind == 1 if kind in (1, 2) else self.value(kind, depth, keep=keep)
             if keep:
-                found[name] = value
-        return found
+                values[name] = value
+        return values
 
     def items(self) -> int:
         """Return the number of structs in a list. Raises ValueError for other lists."""
@@ -516,30 +516,30 @@ def _hybrid(data: memoryview, width: int, count: int) -> np.ndarray:
     if width > 32:
         raise ValueError(f"numbers of {width} bits are not read")
     numbers_N = np.empty(count, np.int64)
-    found = 0
+    offset = 0
     position = 0
-    while found < count:
+    while offset < count:
         head, position = _varint(data, position)
         if head & 1:
             size = (head >> 1) * width
-            taken = min((head >> 1) * 8, count - found)
+            taken = min((head >> 1) * 8, count - offset)
             needed = -(-taken * width // 8)  # the last bytes of a page may be left out
             packed = data[position : position + size]
             if len(packed) < needed:
                 raise ValueError("a page ends within its numbers")
-            numbers_N[found : found + taken] = _unpack_bits(packed[:needed], width, taken)
+            numbers_N[offset : offset + taken] = _unpack_bits(packed[:needed], width, taken)
             position += size
         else:
             size = -(-width // 8)
-            taken = min(head >> 1, count - found)
+            taken = min(head >> 1, count - offset)
             if position + size > len(data):
                 raise ValueError("a page ends within its numbers")
             value = int.from_bytes(data[position : position + size], "little")
-            numbers_N[found : found + taken] = value
+            numbers_N[offset : offset + taken] = value
             position += size
         if not taken:
             raise ValueError("a run of a page is empty")
-        found += taken
+        offset += taken
     return numbers_N
 
 

@@ -120,9 +120,9 @@ class Selection:
         if only is not None and exclude is not None:
             message = "give --only to convert a list, or --exclude to leave it out"
             raise ConfigError(message, "conflict", field="only")
-        chosen = only or exclude
+        file = only or exclude
         self._listed = (
-            PublishedList({}) if chosen is None else read_published_list(chosen, folders, parse)
+            PublishedList({}) if file is None else read_published_list(file, folders, parse)
         )
         self._has_only = only is not None
         self._seen = set[str]()

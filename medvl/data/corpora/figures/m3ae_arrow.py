@@ -59,9 +59,9 @@ class M3AEArrow(Corpus):
         root = self.root
         allowed = access.folders(root)
         files = {
-            path: found
+            path: match
             for path in sorted(root.glob("*.arrow"))
-            if (found := _FILE.fullmatch(path.name))
+            if (match := _FILE.fullmatch(path.name))
         }
         if not files:
             raise CorpusError(
@@ -71,9 +71,9 @@ class M3AEArrow(Corpus):
         rows = RowCounts()
         warnings = Counter[str]()
         records = Records()
-        for path, found in files.items():
+        for path, match in files.items():
             for number, row in rows.reading(_rows(path, allowed)):
-                sample = _sample(row, f"{path}, row {number}", _SPLITS[found[1]], deid, warnings)
+                sample = _sample(row, f"{path}, row {number}", _SPLITS[match[1]], deid, warnings)
                 records.append(Record(sample))
                 rows.kept += 1
         unchecked = Plan(self.corpus, records, (), rows, +warnings, allowed)

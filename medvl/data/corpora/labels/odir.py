@@ -107,13 +107,13 @@ class ODIR(Corpus):
 
     def _image_folder(self) -> Path:
         folders = [self.root / name for name in _FOLDERS] if self.images is None else [self.images]
-        found = next((folder for folder in folders if folder.is_dir()), None)
-        if found is None:
+        image_folder = next((folder for folder in folders if folder.is_dir()), None)
+        if image_folder is None:
             message = (
                 f"{self.root} has none of {', '.join(_FOLDERS)}; name the folder with --images"
             )
             raise CorpusError(message, "not_found", field="images")
-        return found
+        return image_folder
 
 
 def _keywords(cell: str) -> list[str]:
@@ -126,7 +126,7 @@ def _labels(keywords: list[str]) -> Mapping[str, int]:
     """Return 1 for a label with a keyword, -1 where all of its keywords are doubted, else 0."""
     labels = {}
     for label, pattern in _PATTERNS.items():
-        found = [keyword for keyword in keywords if pattern.search(keyword)]
-        certain = any(_DOUBT not in keyword for keyword in found)
-        labels[label] = int(certain) if certain or not found else -1
+        matches = [keyword for keyword in keywords if pattern.search(keyword)]
+        certain = any(_DOUBT not in keyword for keyword in matches)
+        labels[label] = int(certain) if certain or not matches else -1
     return labels

@@ -73,14 +73,14 @@ class CXRQBA(vqa.QuestionCorpus):
         allowed = access.folders(self.root, images)
         rows = RowCounts("questions")
         warnings = Counter[str]()
-        chosen = self._chosen(rows, allowed)
+        selection = self._chosen(rows, allowed)
         table = find_table(images, "metadata")
-        frontal, places, splits = _frontal_images(images, table, chosen, allowed)
+        frontal, places, splits = _frontal_images(images, table, selection, allowed)
         questions: list[tuple[str, Question]] = []
-        found = set[str]()
-        for study, entries in _read_archive(find_file(self.root, _ARCHIVE), chosen, allowed):
-            found.add(study)
-            names = chosen[study]
+        studies = set[str]()
+        for study, entries in _read_archive(find_file(self.root, _ARCHIVE), selection, allowed):
+            studies.add(study)
+            names = selection[study]
             image = frontal.get(study.removeprefix("s"))
             if image is None:
                 rows.exclude("no_frontal_image", len(names))
@@ -93,8 +93,8 @@ class CXRQBA(vqa.QuestionCorpus):
                 hashed = deid.image(name)  # it has the number of the study
                 question = _question(hashed, texts[name], facts, splits[image], warnings)
                 questions.append((image, question))
-        for study in chosen.keys() - found:
-            rows.exclude("not_in_archive", len(chosen[study]))
+        for study in selection.keys() - studies:
+            rows.exclude("not_in_archive", len(selection[study]))
         return vqa.plan_questions(
             self.corpus, deid, places, questions, rows, +warnings, folders=allowed
         )
@@ -102,24 +102,24 @@ class CXRQBA(vqa.QuestionCorpus):
     def _chosen(self, rows: RowCounts, allowed: InputFolders) -> dict[str, dict[str, _Chosen]]:
         """Return study -> question -> its type and rating."""
         file = find_file(self.root, f"{self.export}/{_QUESTIONS}")
-        chosen: defaultdict[str, dict[str, _Chosen]] = defaultdict(dict)
+        selection: defaultdict[str, dict[str, _Chosen]] = defaultdict(dict)
         for _, row in rows.reading(read_parquet(file, _COLUMNS, allowed, _LIMITS)):
             study, name, kind, rating = (cell_text(row[column]) for column in _COLUMNS)
             if self.ratings and rating not in self.ratings:
                 rows.exclude("rating")
-            elif name in chosen[study]:
+            elif name in selection[study]:
                 rows.exclude("duplicate_row")
             else:
-                chosen[study][name] = _Chosen(kind, rating)
-        return {study: names for study, names in chosen.items() if names}
+                selection[study][name] = _Chosen(kind, rating)
+        return {study: names for study, names in selection.items() if names}
 
 
 def _frontal_images(
-    root: Path, table: Path, chosen: Mapping[str, Any], allowed: InputFolders
+    root: Path, table: Path, selection: Mapping[str, Any], allowed: InputFolders
 ) -> tuple[dict[str, str], dict[str, vqa.ImagePlace], dict[str, str]]:
     """Return study -> its first frontal image, image -> its place, and image -> split."""
-    wanted = {study.removeprefix("s") for study in chosen}
-    places = read_places(root, table, wanted, allowed, by="study_id")
+    study_ids = {study.removeprefix("s") for study in selection}
+    places = read_places(root, table, study_ids, allowed, by="study_id")
     frontal: dict[str, str] = {}
     for image, place in places.items():
         if place.view in _FRONTAL:
@@ -130,7 +130,7 @@ def _frontal_images(
 
 
 def _read_archive(
-    path: Path, chosen: Mapping[str, Any], allowed: InputFolders
+    path: Path, selection: Mapping[str, Any], allowed: InputFolders
 ) -> list[tuple[str, list[Mapping[str, Any]]]]:
     """Return the studies of the archive that are chosen, with their questions."""
     studies: list[tuple[str, list[Mapping[str, Any]]]] = []
@@ -142,7 +142,7 @@ def _read_archive(
         with archive:
             for member in archive.infolist():
                 match = _MEMBER.fullmatch(member.filename)
-                if match is None or match[1] not in chosen:
+                if match is None or match[1] not in selection:
                     continue
                 where = f"{path}, {member.filename}"
                 if member.file_size > _MAX_BYTES:

@@ -129,12 +129,12 @@ def _missing(
     pair: _Pair, kind: str, image_of: Mapping[str, str], places: Mapping[str, object]
 ) -> str | None:
     """Return why a question has no images; None where it has all."""
-    wanted = (pair.study, pair.earlier) if kind == "difference" else (pair.study,)
-    if not all(wanted):
+    studies = (pair.study, pair.earlier) if kind == "difference" else (pair.study,)
+    if not all(studies):
         return "no_reference"
-    if any(study not in image_of for study in wanted):
+    if any(study not in image_of for study in studies):
         return "not_in_images"
-    return None if all(image_of[study] in places for study in wanted) else "not_in_metadata"
+    return None if all(image_of[study] in places for study in studies) else "not_in_metadata"
 
 
 def _question(name: str, row: Mapping[str, str], kind: str, split: str) -> Question:

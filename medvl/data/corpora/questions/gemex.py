@@ -67,9 +67,9 @@ class GEMeX(vqa.QuestionCorpus):
                     rows.exclude("malformed_options")
                     continue
                 asked.append((match[1], question, entry))
-        wanted = {image for image, *_ in asked}
+        image_names = {image for image, *_ in asked}
         table = find_table(images, "metadata")
-        places = read_places(images, table, wanted, allowed)
+        places = read_places(images, table, image_names, allowed)
         splits = read_splits(images, places, allowed)
         warnings = Counter[str]()
         questions: list[tuple[str, Question]] = []

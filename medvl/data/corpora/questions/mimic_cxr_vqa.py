@@ -111,14 +111,18 @@ def read_splits(root: Path, images: Container[str], allowed: InputFolders) -> di
 
 
 def read_places(
-    root: Path, table: Path, wanted: Container[str], allowed: InputFolders, by: str = "dicom_id"
+    root: Path,
+    table: Path,
+    identifiers: Container[str],
+    allowed: InputFolders,
+    by: str = "dicom_id",
 ) -> dict[str, vqa.ImagePlace]:
     """Return the images of MIMIC-CXR's metadata by dicom_id, hashed as in its shards.
 
     Args:
         root: folder of the release.
         table: its metadata.
-        wanted: values of the images that are returned.
+        identifiers: values of the images that are returned.
         allowed: folders of the files.
         by: column of these values: dicom_id or study_id.
     """
@@ -126,7 +130,7 @@ def read_places(
     places: dict[str, vqa.ImagePlace] = {}
     suffix: str | None = None
     for row in read_table(table, _METADATA, allowed):
-        if row[by] not in wanted:
+        if row[by] not in identifiers:
             continue
         name, subject, study = (row[column] for column in _METADATA[:3])
         file = root / study_folder(table, name, subject, study) / name

@@ -102,10 +102,10 @@ def _choose_image(
     entry: Mapping[str, Any], where: str, exists: Any, warnings: Counter[str]
 ) -> str | None:
     """Return the first frontal image whose file exists, else the first one; None without any."""
-    found = [(name, view) for name, view in _paths_and_views(entry, where) if exists(name)]
-    warnings["several_images"] += len(found) > 1
-    frontal = [name for name, view in found if view in _FRONTAL]
-    names = frontal or [name for name, _ in found]
+    images = [(name, view) for name, view in _paths_and_views(entry, where) if exists(name)]
+    warnings["several_images"] += len(images) > 1
+    frontal = [name for name, view in images if view in _FRONTAL]
+    names = frontal or [name for name, _ in images]
     return names[0] if names else None
 
 

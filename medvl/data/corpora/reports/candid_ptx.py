@@ -184,10 +184,10 @@ def _sections(text: str, warnings: Counter[str]) -> dict[str, str]:
 
 def _find_images(folder: Path, names: Iterable[str]) -> dict[str, Path]:
     """Return the file of each image, whose name has a suffix or none."""
-    wanted = set(names)
+    image_names = set(names)
     files: dict[str, Path] = {}
     for path in sorted(folder.rglob("*"), reverse=True):
         name = path.stem if path.suffix.lower() in _SUFFIXES else path.name
-        if name in wanted and path.is_file():
+        if name in image_names and path.is_file():
             files[name] = path
     return files

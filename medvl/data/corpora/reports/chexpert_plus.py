@@ -227,11 +227,11 @@ def _find_tree(images: Path, table: Path, allowed: InputFolders) -> _Tree:
 
     Raises CorpusError when images are in several trees.
     """
-    found: dict[str, set[_Tree]] = {}
+    trees_of_split: dict[str, set[_Tree]] = {}
     for row in read_table(table, ("path_to_image",), allowed):
         name = _name(row["path_to_image"], table)
         split = name.split("/")[0]
-        if split not in found:
+        if split not in trees_of_split:
             trees = {
                 _Tree(images / tree, suffix)
                 for tree in TREES
@@ -239,8 +239,8 @@ def _find_tree(images: Path, table: Path, allowed: InputFolders) -> _Tree:
                 if (images / tree / name).with_suffix(suffix).is_file()
             }
             if trees:
-                found[split] = trees
-    trees = set().union(*found.values())
+                trees_of_split[split] = trees
+    trees = set().union(*trees_of_split.values())
     if len(trees) > 1:
         places = ", ".join(f"{tree.folder} ({tree.suffix})" for tree in sorted(trees))
         message = f"expected images in one tree, got {places}; give one with --images"

@@ -93,8 +93,8 @@ class PadChestGR(Corpus):
         listed = _read_table(table, allowed)
         view_of = _read_views(self.padchest_table, allowed)
         names = tuple(sorted({name for entry in entries.values() for name in _labels(entry)}))
-        wanted = {*entries, *(str(entry.get("PreviousImageID")) for entry in entries.values())}
-        files = _find_images(folder, wanted)
+        image_names = {*entries, *(str(entry.get("PreviousImageID")) for entry in entries.values())}
+        files = _find_images(folder, image_names)
         orders = _orders(listed)
         rows = RowCounts()
         warnings = Counter[str]()
@@ -221,12 +221,12 @@ def _read_views(table: Path | None, allowed: InputFolders) -> dict[str, str]:
     }
 
 
-def _find_images(folder: Path, wanted: set[str]) -> dict[str, Path]:
+def _find_images(folder: Path, file_names: set[str]) -> dict[str, Path]:
     """Return the path of each wanted file name, at any depth of a folder."""
     return {
         name: Path(parent, name)
         for parent, _, names in os.walk(folder)
-        for name in sorted(wanted.intersection(names))
+        for name in sorted(file_names.intersection(names))
     }
 
 

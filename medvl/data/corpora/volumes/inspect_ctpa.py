@@ -100,15 +100,15 @@ class Inspect(Corpus):
 
     def _table(self, name: str) -> Path:
         """Return the newest table of a name. Raises CorpusError ("not_found") without one."""
-        found = sorted(self.root.glob(f"{name}_[0-9]*.tsv")) or [self.root / f"{name}.tsv"]
-        if not found[-1].is_file():
+        paths = sorted(self.root.glob(f"{name}_[0-9]*.tsv")) or [self.root / f"{name}.tsv"]
+        if not paths[-1].is_file():
             raise CorpusError(
                 f"{self.root}: expected {name}_DATE.tsv, got none; give the folder with CTPA/ and "
                 "the tables",
                 "not_found",
                 field="root",
             )
-        return found[-1]
+        return paths[-1]
 
     def _column(self, name: str, column: str, allowed: InputFolders) -> dict[str, str]:
         """Return a column of a table by the id of the impression.

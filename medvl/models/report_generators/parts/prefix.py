@@ -276,8 +276,8 @@ def insert_images(
     is_marker_BQ = is_marker_BQ & prompt.real_BN()
     markers_B = is_marker_BQ.sum(dim=1)
     if bool((markers_B != 1).any()):
-        found = int(markers_B[(markers_B != 1)][0])
-        message = f"expected one image marker in each row of prompt_ids_BT, got {found}"
+        count = int(markers_B[(markers_B != 1)][0])
+        message = f"expected one image marker in each row of prompt_ids_BT, got {count}"
         raise ConfigError(message, "mismatch", field="prompt_ids_BT")
     rows = []
     image_BP = image.real_BN()
@@ -426,12 +426,12 @@ def packed_states(language: Any, texts: Sequence[Tensor], limit: int) -> list[Te
         position_ids=place_RL,
         use_cache=False,
     ).last_hidden_state
-    found: list[Tensor] = [last_RLD.new_empty(0)] * len(texts)
+    states: list[Tensor] = [last_RLD.new_empty(0)] * len(texts)
     for row, members in enumerate(rows):
         lengths = [len(texts[text]) for text in members]
         for text, part in zip(members, last_RLD[row, : sum(lengths)].split(lengths), strict=True):
-            found[text] = part
-    return found
+            states[text] = part
+    return states
 
 
 def word_scores(language: Any, states_SD: Tensor) -> Tensor:
