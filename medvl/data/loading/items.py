@@ -47,6 +47,8 @@ PHRASE_CELLS = 32
 """Cells along a side, which models average over those of their own grid."""
 MOST_PHRASES = 4
 """Phrases of an image in an epoch; of more, some are drawn at random."""
+_PICTURE = 512
+"""Longer side of a picture of boxes whose image is not read."""
 _INK = 255
 _FLAT = 16
 """Range of grey levels of a picture without an edge of a box."""
@@ -62,7 +64,7 @@ class BoxedPhrase(NamedTuple):
 
 def boxed_phrases(
     sample: Sample,
-    pixels: NDArray[np.uint8] | JpegImage,
+    shape: tuple[int, ...] | None,
     transform: BuiltTransform,
     rng_for: Callable[[str], np.random.Generator],
 ) -> tuple[BoxedPhrase, ...]:
@@ -70,7 +72,7 @@ def boxed_phrases(
 
     Args:
         sample: of the image; without annotations, there are no phrases.
-        pixels: of the stored image.
+        shape: of the stored image; None where it is not read, for the published one's proportions.
         transform: augmentation of the image.
         rng_for: function from "image" to a new generator with the draws of the image, and from
             "phrases" to that of the choice of phrases.
@@ -87,20 +89,25 @@ def boxed_phrases(
     for phrase in phrases:
         cover_HW = np.zeros((PHRASE_CELLS, PHRASE_CELLS), np.uint8)
         if phrase.boxes:
-            picture = _drawn(phrase, pixels, published_size(sample))
+            published = published_size(sample)
+            picture = _drawn(phrase, shape or _reduced(published), published)
             cover_HW = _cover(transform(picture, rng_for("image")).image_HWC)
         if not phrase.boxes or cover_HW.any():
             result.append(BoxedPhrase(phrase.text, cover_HW))
     return tuple(result)
 
 
-def _drawn(
-    phrase: Phrase, pixels: NDArray[np.uint8] | JpegImage, published: tuple[int, int]
-) -> NDArray[np.uint8]:
-    """Return a black picture of the shape of `pixels` with white boxes."""
-    picture = np.zeros(pixels.shape, np.uint8)
-    down = pixels.shape[0] / published[0]
-    across = pixels.shape[1] / published[1]
+def _reduced(size: tuple[int, int]) -> tuple[int, int]:
+    """Return a size with the same proportions and a longer side of `_PICTURE`, in pixels."""
+    height, width = (max(1, round(side * _PICTURE / max(size))) for side in size)
+    return height, width
+
+
+def _drawn(phrase: Phrase, shape: tuple[int, ...], published: tuple[int, int]) -> NDArray[np.uint8]:
+    """Return a black picture of a shape with white boxes."""
+    picture = np.zeros(shape, np.uint8)
+    down = shape[0] / published[0]
+    across = shape[1] / published[1]
     for box in phrase.boxes:
         left, top, width, height = (float(str(box[side])) for side in ("x", "y", "width", "height"))
         rows = slice(max(0, round(top * down)), max(1, round((top + height) * down)))
@@ -380,10 +387,7 @@ class ItemMaker:
                     return augmented
 
         second = augment(pixels, "second image") if self.inputs.second_image else None
-        phrases: tuple[BoxedPhrase, ...] = ()
-        if sample is not None and self.inputs.boxed_phrases:
-            rngs = functools.partial(self.rng, epoch, key)
-            phrases = boxed_phrases(sample, pixels, transform, rngs)
+        phrases = () if sample is None else self.phrases(key, sample, epoch, pixels.shape)
         return Views(
             image,
             second,
@@ -394,6 +398,17 @@ class ItemMaker:
             ),
             phrases=phrases,
         )
+
+    def phrases(
+        self, key: str, sample: Sample, epoch: int, shape: tuple[int, ...] | None = None
+    ) -> tuple[BoxedPhrase, ...]:
+        """Return the `boxed_phrases` of a sample, where the system needs them. `key` seeds the
+        augmentation; `shape` is that of the stored image, None where it is not read.
+        """
+        if not self.inputs.boxed_phrases:
+            return ()
+        rngs = functools.partial(self.rng, epoch, key)
+        return boxed_phrases(sample, shape, self._transform(sample), rngs)
 
     def placeholder(self, color: bool) -> Views:
         """Return black images of the transform's size, for a sample without an image."""

@@ -472,7 +472,7 @@ def open_loader(
     elif has_volumes:
         reader = SliceReader(read_source, maker, 1 if train else max(1, slices), draws=train)
     elif maker.inputs.regions:
-        reader = RegionReader(read_source, maker.inputs.study_images)
+        reader = RegionReader(read_source, maker)
     else:
         color = has_color(source) if color is None else color
         reduced = _decodes_reduced(image, source)

@@ -1,5 +1,6 @@
 """Readers of what a batch shows, and the memory that volumes take."""
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -193,13 +194,14 @@ def prior_reader(
 
 
 class RegionReader(Reader):
-    """Regions of a detector, or stored features, of at most `limit` images of a study; the pixels
-    are not decoded.
+    """Regions of a detector, or stored features, of the images of a study that the system reads;
+    the pixels are not decoded.
     """
 
-    def __init__(self, source: Any, limit: int = 1) -> None:
+    def __init__(self, source: Any, maker: ItemMaker) -> None:
         self._source = source
-        self._limit = limit
+        self._maker = maker
+        self._limit = maker.inputs.study_images
 
     def read(
         self, epoch: int, position: int, key: str, sample: Sample, fetched: Any = None
@@ -211,7 +213,8 @@ class RegionReader(Reader):
         return [] if regions is None else [regions]
 
     def views(self, epoch: int, key: str, sample: Sample, stored: Any) -> Views:
-        return region_views(stored)
+        phrases = self._maker.phrases(key, sample, epoch) if stored else ()
+        return dataclasses.replace(region_views(stored), phrases=phrases)
 
 
 def _read_regions(source: Any, position: int) -> Regions | None:

@@ -115,8 +115,8 @@ def test_boxes_of_phrases_are_placed_alike() -> None:
     def rngs(purpose: str) -> np.random.Generator:
         return np.random.default_rng(len(purpose))
 
-    (expected,) = boxed_phrases(sample, decode_image(data), CROP.build(), rngs)
-    (found,) = boxed_phrases(sample, JpegImage(data), reduced(CROP).build(), rngs)
+    (expected,) = boxed_phrases(sample, decode_image(data).shape, CROP.build(), rngs)
+    (found,) = boxed_phrases(sample, JpegImage(data).shape, reduced(CROP).build(), rngs)
     np.testing.assert_array_equal(found.cover_HW, expected.cover_HW)
 
 

@@ -140,8 +140,8 @@ def test_stored_features_are_of_all_images_of_a_study() -> None:
 
     source = StudySource(Stored())
     inputs = Inputs(other_views=1, regions=True)
-    reader = RegionReader(source, inputs.study_images)
     maker = ItemMaker(EvalTransform(size=16), WholeText(), (), 0, inputs)
+    reader = RegionReader(source, maker)
     items = []
     for position in range(len(source)):
         sample = source.sample(position)

@@ -17,6 +17,8 @@ from medvl import losses
 from medvl.data import ConVIRTAugmentation, WholeText
 from medvl.data.loading.collate import Collate
 from medvl.data.loading.items import MOST_PHRASES, PHRASE_CELLS, ItemMaker
+from medvl.data.loading.readers import RegionReader
+from medvl.data.shards.regions import Regions
 from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError
 from medvl.models import GLoRIAConfig
@@ -225,3 +227,25 @@ def test_hidden_boxes_are_left_out_and_many_phrases_are_drawn() -> None:
     assert batch.rows([1]).phrases == batch.phrases[1:]
     with raises(ConfigError, "conflict", "image.on_device"):
         ItemMaker(ConVIRTAugmentation(size=64, on_device=True), WholeText(), (), 0, inputs)
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
+def test_stored_features_have_the_boxes_of_their_image(fit: Any) -> None:
+    phrases = [
+        {"label": "Mass", "text": "left mass", "boxes": [BOX]},
+        {"label": "Edema", "text": "edema", "boxes": []},
+    ]
+    inputs = Inputs(boxed_phrases=True, regions=True)
+    maker = ItemMaker(EvalTransform(size=64, fit=fit), WholeText(), (), 0, inputs)
+    found = sample(phrases)
+    expected = maker(found, np.zeros((120, 80), np.uint8), 0).phrases
+    reader = RegionReader(None, maker)
+    stored = [Regions(np.zeros((3, 2), np.float32), np.zeros((3, 4), np.float32))]
+    actual = maker.row(found, reader.views(0, "k", found, stored), 0).phrases
+    assert [each.text for each in actual] == [each.text for each in expected]
+    for one, other in zip(actual, expected, strict=True):
+        # edges between pixels of 64 may be rounded differently
+        difference_HW = np.abs(one.cover_HW.astype(int) - other.cover_HW.astype(int))
+        assert difference_HW.sum() <= 0.02 * other.cover_HW.sum()
+    assert expected[0].cover_HW.any()
+    assert not reader.views(0, "k", found, []).phrases  # a sample without an image
