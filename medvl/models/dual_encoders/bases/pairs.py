@@ -436,10 +436,16 @@ def _label_losses(model: Any, images: Embeddings, batch: Batch) -> Tensor:
 
 
 def _embed_phrases(model: Any, batch: Batch) -> dict[str, Embeddings]:
-    """Return the phrases of the images of a batch and the cover of their cells."""
+    """Return the phrases of the images of a batch and the cover of their cells; equal phrases are
+    encoded once.
+    """
     texts, row_N, cells_NP = phrases_of_batch(model, batch)
-    inputs = model.tokenize_inputs(texts) if texts else (batch.ids_BT[:1], batch.mask_BT[:1])
-    embedded = take(model.embed_ids(*inputs), slice(0, len(texts)))
+    distinct = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+    inputs = (
+        model.tokenize_inputs(list(distinct)) if texts else (batch.ids_BT[:1], batch.mask_BT[:1])
+    )
+    column_N = torch.tensor([distinct[text] for text in texts], dtype=torch.long)
+    embedded = take(model.embed_ids(*inputs), column_N.to(row_N.device))
     phrases = dataclasses.replace(embedded, pair_N=row_N)
     return dict(zip(_BOX_SIDES, (phrases, Embeddings(cells_NP, pair_N=row_N)), strict=True))
 
