@@ -21,7 +21,7 @@ HELP = {
     **dict.fromkeys(
         ("fault_matrix", "fuzz", "soak"), "run tests; by a test of its own; trains for minutes"
     ),
-    **dict.fromkeys(("compare_berthop", "compare_segmentation"), "train for minutes"),
+    **dict.fromkeys(("boxes_nih", "compare_berthop", "compare_segmentation"), "train for minutes"),
     **dict.fromkeys(("benchmark", "gpu_tests"), "run by tests/test_benchmark_gpu.py"),
     **dict.fromkeys(
         ("build_docs", "make_demo", "pretraining_helps", "results"),

@@ -264,15 +264,29 @@ def _opacities(real: Path) -> Iterator[Row]:
     """Yield the images that RSNA's radiologists looked at for lung opacity: with their boxes, half
     of the patients for validation; and without any, of the validation and test splits.
     """
-    rows = [row for row in _lines(real / _BOXES) if row.get("rsna_class")]
-    boxed = {row["patient_id"] for row in _lines(real / _BOXES) if _boxes_by_finding(row)}
+    for row, official in _looked_at(real):
+        if row[_OPACITY]:
+            yield row | {"split": "validate" if crc32(row["patient"].encode()) % 2 else "test"}
+        elif official != "train":
+            yield row | {"split": _PARTS[official]}
+
+
+def _opacity_parts(real: Path) -> Iterator[Row]:
+    """Yield all of these images, in six parts by patient for a cross-validation."""
+    for row, _ in _looked_at(real):
+        yield row | {"split": f"part-{crc32(row['patient'].encode()) % 6}"}
+
+
+def _looked_at(real: Path) -> Iterator[tuple[Row, str]]:
+    """Yield the images that RSNA's radiologists looked at for lung opacity, and the collection's
+    split of each. Images without opacity of patients who have any box are left out.
+    """
+    rows = list(_lines(real / _BOXES))
+    boxed = {row["patient_id"] for row in rows if _boxes_by_finding(row)}
     for row in rows:
         boxes = _boxes_by_finding(row).get(_OPACITY, [])
-        if boxes:
-            split = "val" if crc32(row["patient_id"].encode()) % 2 else "test"
-            yield _boxed_row(row, {_OPACITY: boxes}, split)
-        elif row["split"] != "train" and row["patient_id"] not in boxed:
-            yield _boxed_row(row, {_OPACITY: []}, row["split"])
+        if row.get("rsna_class") and (boxes or row["patient_id"] not in boxed):
+            yield _boxed_row(row, {_OPACITY: boxes}, "test"), row["split"]
 
 
 def _boxes_by_finding(row: Row) -> dict[str, list[Any]]:
@@ -337,6 +351,7 @@ TABLES: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     "odir": _odir,
     "boxes": _boxes,
     "opacities": _opacities,
+    "opacity-parts": _opacity_parts,
     "structures": _structures,
     "lungs": _lungs,
     "openi": _openi,

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import cv2
 import numpy as np
@@ -100,6 +101,10 @@ def test_looked_at_images_without_opacity_are_phrases_without_boxes(
     assert [len(each["boxes"]) for each in boxed["phrases"]] == [1]
     assert [(row["patient"], row["split"]) for row in others] == [("r", "test"), ("s", "validate")]
     assert all(row["phrases"][0]["boxes"] == [] and row["Lung Opacity"] == 0 for row in others)
+    parts = rows_of(write_table("opacity-parts", tmp_path / "out")[0])
+    assert [row["patient"] for row in parts] == ["p", "q", "r", "s"]
+    assert [row["Lung Opacity"] for row in parts] == [1, 0, 0, 0]
+    assert all(row["split"] == f"part-{crc32(row['patient'].encode()) % 6}" for row in parts)
 
 
 def test_labels_become_sentences_but_those_of_patients_with_boxes(
