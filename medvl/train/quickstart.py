@@ -314,7 +314,8 @@ def letter_recipes(
     The language model has larger initial weights, about 1 / sqrt(width). With the 0.02 of
     `transformers`, made for widths near 1,000, the loss of letters stays at ln 4, even on 32
     questions in 160 steps, or where the prompt names the right option; its attention may be too
-    uniform to tell options apart. With 0.1, it knows 32 questions after 40 steps.
+    uniform to tell options apart. With 0.1, it knows 32 questions after 40 steps. At a rate of 1e-3
+    the loss stays near ln 4 for 600 of 800 steps, at 3e-4 for 250.
 
     Args:
         reports: its preset of reports (`report_recipe`).
@@ -328,6 +329,7 @@ def letter_recipes(
         texts,
         init_from=Path("quickstart/causal-lm-letters-start/best"),
         data=dataclasses.replace(texts.data, letters=True),
+        optim=dataclasses.replace(texts.optim, lr=3e-4),
         train=dataclasses.replace(
             train, run_dir=Path("quickstart/causal-lm-letters"), steps=800, global_batch=32
         ),
