@@ -240,6 +240,7 @@ def test_no_patient_is_in_two_splits(
         assert (real_data / row["image"]).is_file()
     assert {len(found) for found in splits.values()} == {1}
     parts = {"boxes": {"test"}, "opacities": {"validate", "test"}}
+    parts["opacity-parts"] = {f"part-{number}" for number in range(6)}
     expected = parts.get(name, {"train", "validate", "test"})
     assert {split for found in splits.values() for split in found} == expected
 
