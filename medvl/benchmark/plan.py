@@ -19,6 +19,7 @@ from typing import Any
 from medvl.benchmark.config import BenchmarkConfig, CorpusConfig, MakeStep, StartConfig, expanded
 from medvl.benchmark.real_tables import write_table
 from medvl.benchmark.settings import (
+    RUN,
     Entry,
     Plan,
     Run,
@@ -154,7 +155,10 @@ class _Planner:
         for name in sorted(others):
             other = self._entry(name, self._place(entry, start, name))
             plain = StartConfig() if find_references(start.settings) else start
-            needs[name] = self.add(other, corpus, plain, share, seed, evaluated=False).key
+            needed = self.add(other, corpus, plain, share, seed, evaluated=False)
+            needs[name] = needed.key
+            if settings.get("init_from") == RUN + name:
+                _check_encoders(entry.name, settings, needed)
         self._open.pop()
         located = located_corpus(corpus, self._out)
         run = Run(
@@ -253,6 +257,19 @@ def located_corpus(corpus: CorpusConfig, out: Path) -> CorpusConfig:
         for value in corpus.extra_train
     )
     return dataclasses.replace(corpus, root=str(root), extra_train=extra, **folders)
+
+
+def _check_encoders(name: str, settings: Mapping[str, Any], start: Run) -> None:
+    """Raise ConfigError where a system has other encoders than the run that it starts from."""
+    own, of_start = settings.get("model", {}), start.settings.get("model", {})
+    for field in ("image_encoder", "text_encoder"):
+        encoder, other = own.get(field), of_start.get(field)
+        if encoder != other and isinstance(encoder, str) and isinstance(other, str):
+            message = (
+                f"settings: {name} starts from {start.name}, whose {field} is {other!r}, and has "
+                f"{encoder!r}; set settings.{name}.model.{field} to {other!r}"
+            )
+            raise ConfigError(message, "mismatch", field=f"settings.{name}.model.{field}")
 
 
 def _key(

@@ -333,7 +333,7 @@ def test_images_of_masked_records_are_as_large_as_their_pixels(tmp_path: Path) -
 
 def test_a_start_replaces_the_settings_of_a_system(tmp_path: Path) -> None:
     settings = {"gloria": {"init_from": "run:convirt"}}
-    starts = [{"name": "of the system"}, {"name": "others", "settings": {"init_from": "run:clip"}}]
+    starts = [{"name": "of the system"}, {"name": "others", "settings": {"init_from": "run:mgca"}}]
     config = read_benchmark(
         write(tmp_path, FILE), {"systems": ["gloria"], "settings": settings, "starts": starts}
     )
@@ -342,7 +342,28 @@ def test_a_start_replaces_the_settings_of_a_system(tmp_path: Path) -> None:
         for run in planned(config, tmp_path).runs
         if run.name == "gloria"
     }
-    assert found == {"of the system": "run:convirt", "others": "run:clip"}
+    assert found == {"of the system": "run:convirt", "others": "run:mgca"}
+
+
+def test_a_system_with_other_encoders_than_its_start_is_refused(tmp_path: Path) -> None:
+    settings = {"albef": {"init_from": "run:convirt", "model": {"image_encoder": "resnet50"}}}
+    config = read_benchmark(write(tmp_path, FILE), {"systems": ["albef"], "settings": settings})
+    with pytest.raises(
+        ConfigError, match="convirt, whose image_encoder is 'resnet_tiny'"
+    ) as caught:
+        planned(config, tmp_path)
+    assert caught.value.field == "settings.albef.model.image_encoder"
+
+
+def test_fusion_encoders_of_real_images_have_the_encoders_of_their_start(tmp_path: Path) -> None:
+    plan = planned(read_benchmark("real-small"), tmp_path)
+    starts = {run.key: run for run in plan.runs}
+    started = [run for run in plan.runs if run.settings["init_from"] == "run:convirt"]
+    assert {run.name for run in started} == {"m3ae", "albef", "pixelbert"}
+    for run in started:
+        [start] = [starts[key].settings["model"] for key in run.needs.values()]
+        for field in ("image_encoder", "text_encoder", "image_size"):
+            assert run.settings["model"][field] == start[field]
 
 
 def test_weights_of_a_start_reach_a_system_through_the_run_that_it_starts_from(
