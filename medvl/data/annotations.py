@@ -343,6 +343,11 @@ def all_phrases_of(sample: Sample) -> tuple[Phrase, ...]:
     return _checked_phrases(sample, _denied_labels) if "boxes" in sample.extra else ()
 
 
+def is_annotated(sample: Sample) -> bool:
+    """Return whether `all_phrases_of` reads a sample's annotations."""
+    return not sample.extra.keys().isdisjoint(("sentences", "regions", "phrases", "boxes"))
+
+
 def _checked_phrases(
     sample: Sample, read: Callable[[Sample], Iterable[Phrase]]
 ) -> tuple[Phrase, ...]:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from medvl.common.ranks import check_ranks
+from medvl.data.annotations import is_annotated
 from medvl.data.loading.collate import Collate, SkipBudget, Tokenize
 from medvl.data.loading.items import NO_IMAGE, Item, ItemMaker, SkippedSample, Views
 from medvl.data.loading.readers import (
@@ -457,6 +458,8 @@ def open_loader(
     sampler = batch_sampler(source, batch, seed, rank, world, train=train, together=together)
     shared = None if train and together == 1 else image_keys
     _check_inputs(inputs or Inputs(), source, shared)
+    if train and inputs is not None and inputs.boxed_phrases:
+        _check_boxes(source)
     prefetch = _PREFETCHED
     has_volumes = check_volumes(source, image, shared, inputs or Inputs(), targets)
     if has_volumes and isinstance(image, VolumeTransform):
@@ -544,6 +547,14 @@ def _check_inputs(inputs: Inputs, source: Source, image_keys: Sequence[str] | No
         )
         raise ConfigError(message, "conflict", field="prior_image")
     _check_regions(inputs, source)
+
+
+def _check_boxes(source: Source) -> None:
+    """Raise ConfigError where no sample has boxes: their loss would train nothing."""
+    if not any(is_annotated(source.sample(place)) for place in range(len(source))):
+        message = "box_weight trains on phrases with boxes, and no training sample has any"
+        advice = "set it to 0, or use shards with boxes, such as those of `medvl shards ms-cxr`"
+        raise ConfigError(f"{message}; {advice}", "missing", field="box_weight")
 
 
 def _check_regions(inputs: Inputs, source: Source) -> None:

@@ -17,6 +17,7 @@ from medvl import losses
 from medvl.data import ConVIRTAugmentation, WholeText
 from medvl.data.loading.collate import Collate
 from medvl.data.loading.items import MOST_PHRASES, PHRASE_CELLS, ItemMaker
+from medvl.data.loading.loader import open_loader
 from medvl.data.loading.readers import RegionReader
 from medvl.data.shards.regions import Regions
 from medvl.data.transforms.image import EvalTransform
@@ -249,3 +250,34 @@ def test_stored_features_have_the_boxes_of_their_image(fit: Any) -> None:
         assert difference_HW.sum() <= 0.02 * other.cover_HW.sum()
     assert expected[0].cover_HW.any()
     assert not reader.views(0, "k", found, []).phrases  # a sample without an image
+
+
+@pytest.mark.parametrize("boxed", [True, False])
+def test_training_needs_a_sample_with_boxes(boxed: bool) -> None:
+    phrases = [{"label": "Mass", "text": "left mass", "boxes": [BOX]}]
+    bare = dataclasses.replace(sample(phrases), extra={})
+    samples = [bare, sample(phrases) if boxed else bare]
+    source: Any = Samples(samples)
+    options: dict[str, Any] = {"image": EvalTransform(size=64), "text": WholeText()}
+    options |= {"tokenizer": TOKENIZER, "batch": 2, "inputs": Inputs(boxed_phrases=True)}
+    open_loader(source, train=False, **options)
+    if boxed:
+        open_loader(source, train=True, **options)
+    else:
+        with raises(ConfigError, "missing", "box_weight"):
+            open_loader(source, train=True, **options)
+
+
+class Samples:
+    """Source of samples that are not read."""
+
+    label_names, fingerprint = (), "samples"
+
+    def __init__(self, samples: list[Sample]) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def sample(self, position: int) -> Sample:
+        return self._samples[position]
