@@ -374,7 +374,7 @@ def _needed_steps(corpus: CorpusConfig, runs: Sequence[Run]) -> list[MakeStep]:
     for step in corpus.make:
         words = [word for line in step.run for word in shlex.split(line) if "{root}" in word]
         named = {_entry(word.partition("{root}")[2].lstrip("/"), root) for word in words}
-        tables = () if step.table is None else (f"{step.table}.jsonl", f"{step.table}.json", "text")
+        tables = () if step.table is None else (f"{step.table}.jsonl", f"{step.table}.json")
         new = {_entry(step.creates, root), *tables, *named} - made
         entries.append((step, new, named & made))
         made |= new

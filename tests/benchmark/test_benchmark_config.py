@@ -16,6 +16,7 @@ from medvl.benchmark import (
     CorpusConfig,
     Plan,
     list_benchmarks,
+    plan,
     plan_runs,
     read_benchmark,
 )
@@ -25,7 +26,7 @@ from medvl.benchmark.settings import with_settings
 from medvl.benchmark.tasks import command_arguments, question_size
 from medvl.cli import main as cli
 from medvl.cli.benchmark import ChangeOptions
-from medvl.errors import ConfigError
+from medvl.errors import ConfigError, CorpusError
 from medvl.models import MRM, DualEncoder, FusionModel, list_models, system
 from medvl.train import quickstart
 
@@ -364,6 +365,19 @@ def test_fusion_encoders_of_real_images_have_the_encoders_of_their_start(tmp_pat
         [start] = [starts[key].settings["model"] for key in run.needs.values()]
         for field in ("image_encoder", "text_encoder", "image_size"):
             assert run.settings["model"][field] == start[field]
+
+
+def test_tables_of_all_evaluations_on_real_images_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables: list[str] = []
+    monkeypatch.setattr(plan, "write_table", lambda name, folder: tables.append(name))
+    monkeypatch.setenv("MEDVL_REAL_DATA", str(tmp_path))
+    runs = planned(read_benchmark("real-small", {"systems": ["convirt"]}), tmp_path).runs
+    chest = [run for run in runs if run.corpus.name == "chest"]
+    with raises(CorpusError, "not_found", "corpora.pairs"):  # as no command makes shards here
+        plan.make_corpus(chest[0].corpus, lambda arguments: None, runs=chest)
+    assert tables == ["chest", "nih", "paediatric", "boxes", "structures", "lungs", "openi"]
 
 
 def test_weights_of_a_start_reach_a_system_through_the_run_that_it_starts_from(
