@@ -22,6 +22,7 @@ tasks = ["matching", "reranking", "zero-shot"]
 image_from = "run:convirt"
 [settings.mgca]
 init_from = "run:umrl"
+model.text_encoder = "static"
 [[corpora]]
 name = "phantom"
 root = "data"
