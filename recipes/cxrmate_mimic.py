@@ -62,8 +62,8 @@ The images are not at fault: of the trained encoder's mean, a ridge regression o
 tells validation's left effusions from right ones with an AUROC of 0.999, left, right and both in
 0.87 of them (commonest 0.48), and Pneumothorax with 0.96. Severities are at their limit: equal in
 0.709 [0.651, 0.761] of 395 validation studies of 4,000 patients (reports of other images 0.422),
-0.702 with `--model.frozen-image False --model.image-lr-mult 0.2`; a ridge regression on the
-encoder's mean that is told the finding has 0.69, the commonest severity 0.47.
+0.702 with `--model.frozen-image False --model.image-lr-mult 0.2`. For a given finding, a ridge
+regression on the encoder's mean has 0.69 and the commonest severity 0.47.
 
 Published aims on the findings of MIMIC-CXR's test studies, from ReXrank's table (RadGraph F1,
 1/RadCliQ-v1, RaTEScore, GREEN), of other code and splits:
