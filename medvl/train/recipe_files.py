@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import textwrap
+import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
@@ -222,6 +223,8 @@ def choose(
         recipe.py                          the preset `paper`
         recipe.py tiny                     the preset of that name
         recipe.py tiny --optim.lr 3e-4     ... with a field changed
+        recipe.py tiny --model.text-arguments hidden_size 128
+                                           ... with a key of a mapping changed or added
         recipe.py --help                   the usual fields, with their values in the preset
         recipe.py --help-all               every field
 
@@ -251,16 +254,71 @@ def choose(
     arguments = ["--help" if word == "--help-all" else word for word in arguments]
     usage = f"Presets: {', '.join(presets)}. This is {name}; give another name first to select it."
     try:
-        return tyro.cli(
+        chosen = tyro.cli(
             _concrete_type(presets[name]),
             prog=command and " ".join([command, *words]),
             args=arguments,
             default=presets[name],
             description=f"{description}\n\n{usage}" if description else usage,
             config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+            registry=_pairs_of_mappings(),
         )
+        return _with_other_keys(chosen, presets[name])
     except ConfigError as error:
         _exit(str(error))
+
+
+def _pairs_of_mappings() -> Any:
+    """Return tyro's rule for mappings: one option that takes KEY VALUE pairs.
+
+    By default, tyro makes an option of every key of a preset's mapping, and takes no others. This
+    stays so where all values are floats: the keys of the weights of rewards are fixed.
+    """
+    from tyro.constructors import (
+        ConstructorRegistry,
+        PrimitiveConstructorSpec,
+        PrimitiveTypeInfo,
+    )
+
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def pairs(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        if info.type_origin is not Mapping:
+            return None
+        value_type = typing.get_args(info.type)[1]
+        if value_type is float:
+            return None
+        if value_type is Any:
+            value_type = bool | int | float | str
+        pairs_type: Any = types.GenericAlias(dict, (str, value_type))
+        spec = registry.get_primitive_spec(PrimitiveTypeInfo.make(pairs_type, {*info.markers}))
+        if not isinstance(spec, PrimitiveConstructorSpec):
+            return None
+        # The help also shows a preset's values that the command line cannot give, such as tuples.
+        return dataclasses.replace(
+            spec,
+            is_instance=lambda value: isinstance(value, Mapping),
+            str_from_instance=lambda value: [str(word) for pair in value.items() for word in pair],
+        )
+
+    return registry
+
+
+def _with_other_keys(chosen: Any, preset: Any) -> Any:
+    """Return settings whose mappings also have the keys of the preset that the command line does
+    not name.
+    """
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(chosen):
+        value, before = getattr(chosen, field.name), getattr(preset, field.name)
+        if value is before or value == before:
+            continue
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            changes[field.name] = {**before, **value}
+        elif dataclasses.is_dataclass(value) and type(value) is type(before):
+            changes[field.name] = _with_other_keys(value, before)
+    return dataclasses.replace(chosen, **changes) if changes else chosen
 
 
 def _concrete_type(settings: Recipe) -> type[Recipe]:

@@ -157,6 +157,27 @@ def test_recipes_name_weights_and_arguments_on_the_command_line() -> None:
     assert (str(probe.init_from), probe.image_weights) == ("resnet50", "F.pt")
 
 
+def test_command_lines_add_to_the_arguments_of_a_preset() -> None:
+    presets = load_script("colipri_ct_rate", RECIPES).PRESETS
+    before = presets["tiny"].model.image_arguments
+    assert "depth" in before
+    assert "drop_path_rate" not in before
+    arguments = ["tiny", "--model.image-arguments", "depth", "1", "drop_path_rate", "0.1"]
+    model = choose(presets, arguments).model
+    assert model.image_arguments == {**before, "depth": 1, "drop_path_rate": 0.1}
+    assert type(model.image_arguments["depth"]) is int
+    assert choose(presets, ["tiny"]) == presets["tiny"]
+    albef = load_script("albef_roco_medicat", RECIPES).PRESETS
+    text = choose(
+        albef, ["tiny", "--model.text-arguments", "hidden_size", "1"]
+    ).model.text_arguments
+    assert text == {**albef["tiny"].model.text_arguments, "hidden_size": 1}
+    assert text["hidden_size"] is not True
+    rewards = load_script("cxrmate_mimic", RECIPES).PRESETS
+    weights = choose(rewards, ["rewards-tiny", "--rewards.weights.sentences", "1"]).rewards.weights
+    assert weights == {**rewards["rewards-tiny"].rewards.weights, "sentences": 1.0}
+
+
 def test_errors_name_the_setting(tmp_path: Path) -> None:
     path: Any = "file.safetensors"
     with raises(ConfigError, "wrong_type", "pretrained", names="image_weights"):
