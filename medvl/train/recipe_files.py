@@ -272,7 +272,8 @@ def _pairs_of_mappings() -> Any:
     """Return tyro's rule for mappings: one option that takes KEY VALUE pairs.
 
     By default, tyro makes an option of every key of a preset's mapping, and takes no others. This
-    stays so where all values are floats: the keys of the weights of rewards are fixed.
+    stays so where all values are floats: the keys of the weights of rewards are fixed. Values of
+    type `Any` are Python literals, such as `"(8, 16, 16)"`, and otherwise strings.
     """
     from tyro.constructors import (
         ConstructorRegistry,
@@ -290,19 +291,37 @@ def _pairs_of_mappings() -> Any:
         if value_type is float:
             return None
         if value_type is Any:
-            value_type = bool | int | float | str
+            return PrimitiveConstructorSpec(
+                nargs="*",
+                metavar="[KEY VALUE ...]",
+                instance_from_str=_literal_pairs,
+                is_instance=lambda value: isinstance(value, Mapping),
+                str_from_instance=lambda value: [
+                    str(word) for pair in value.items() for word in pair
+                ],
+            )
         pairs_type: Any = types.GenericAlias(dict, (str, value_type))
         spec = registry.get_primitive_spec(PrimitiveTypeInfo.make(pairs_type, {*info.markers}))
-        if not isinstance(spec, PrimitiveConstructorSpec):
-            return None
-        # The help also shows a preset's values that the command line cannot give, such as tuples.
-        return dataclasses.replace(
-            spec,
-            is_instance=lambda value: isinstance(value, Mapping),
-            str_from_instance=lambda value: [str(word) for pair in value.items() for word in pair],
-        )
+        return spec if isinstance(spec, PrimitiveConstructorSpec) else None
 
     return registry
+
+
+def _literal_pairs(words: Sequence[str]) -> dict[str, Any]:
+    """Return a mapping of KEY VALUE words; raises `ValueError` where a key has no value."""
+    if len(words) % 2:
+        raise ValueError(
+            f"got {len(words)} words, not pairs of a key and a value; "
+            'write a tuple as one word: window "(-1000, 1000)"'
+        )
+    return {key: _literal(word) for key, word in zip(words[::2], words[1::2], strict=True)}
+
+
+def _literal(word: str) -> Any:
+    try:
+        return ast.literal_eval(word)
+    except (SyntaxError, ValueError):
+        return word
 
 
 def _with_other_keys(chosen: Any, preset: Any) -> Any:
@@ -312,7 +331,7 @@ def _with_other_keys(chosen: Any, preset: Any) -> Any:
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(chosen):
         value, before = getattr(chosen, field.name), getattr(preset, field.name)
-        if value is before or value == before:
+        if value == before:
             continue
         if isinstance(value, Mapping) and isinstance(before, Mapping):
             changes[field.name] = {**before, **value}

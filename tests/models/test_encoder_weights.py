@@ -157,7 +157,9 @@ def test_recipes_name_weights_and_arguments_on_the_command_line() -> None:
     assert (str(probe.init_from), probe.image_weights) == ("resnet50", "F.pt")
 
 
-def test_command_lines_add_to_the_arguments_of_a_preset() -> None:
+def test_command_lines_add_to_the_arguments_of_a_preset(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     presets = load_script("colipri_ct_rate", RECIPES).PRESETS
     before = presets["tiny"].model.image_arguments
     assert "depth" in before
@@ -167,6 +169,12 @@ def test_command_lines_add_to_the_arguments_of_a_preset() -> None:
     assert model.image_arguments == {**before, "depth": 1, "drop_path_rate": 0.1}
     assert type(model.image_arguments["depth"]) is int
     assert choose(presets, ["tiny"]) == presets["tiny"]
+    window = ["tiny", "--model.image-arguments", "window", "(-1000, 1000)", "stem", "linear"]
+    given = choose(presets, window).model.image_arguments
+    assert given == {**before, "window": (-1000, 1000), "stem": "linear"}
+    with pytest.raises(SystemExit):
+        choose(presets, ["tiny", "--model.image-arguments", "window", "-1000", "1000"])
+    assert "write a tuple as one word" in " ".join(capsys.readouterr().err.split())
     albef = load_script("albef_roco_medicat", RECIPES).PRESETS
     text = choose(
         albef, ["tiny", "--model.text-arguments", "hidden_size", "1"]
