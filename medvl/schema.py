@@ -251,6 +251,26 @@ class Inputs:
         return 1 + max(self.other_views, int(self.drawn_view))
 
 
+class EncodedImages(NamedTuple):
+    """JPEG files of a batch, and the parts of them that are its images
+    (`ConVIRTAugmentation.decode`).
+    """
+
+    file_N: Tensor
+    """uint8: bytes of M files, one after another. It stays in the host's memory, where decoders
+    read it.
+    """
+    end_M: Tensor
+    """int64: end of each file."""
+    keys: list[str]
+    """Key of the sample of each file."""
+    part_Q8: Tensor
+    """int64, one row for each image: its file; its row in the batch and its number among the
+    images of a sample, as in `Batch.augmentation_BVK`; left, top, right and bottom of the crop in
+    pixels, which may extend beyond the file's image; 1 if it is mirrored.
+    """
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Batch:
     """A batch as loaders yield it and models take it."""
@@ -415,6 +435,10 @@ class Batch:
     """float32: means of a batch of sampled texts: their reward, that of greedy texts (0 without
     any), tokens, and the share that ended.
     """
+    encoded: EncodedImages | None = None
+    """Images that the device decodes (`medvl.data.augment_batch`), black until then; None: all are
+    decoded.
+    """
     augmentation_BVK: Tensor | None = None
     """float32: parameters of the augmentation that is left to the device, for each image of each
     sample (`medvl.data.transforms.operations`); None: the images are augmented. With
@@ -439,9 +463,13 @@ class Batch:
         return self.pixels, self.organ_mask_BDHW
 
     def rows(self, index: Sequence[int]) -> Batch:
-        """Return some rows. Raises ValueError for a batch in which rows share images."""
+        """Return some rows. Raises ValueError for a batch in which rows share images, or that has
+        images for the device to decode.
+        """
         if self.image_of_B is not None:
             raise ValueError("expected one image for each row, got image_of_B")
+        if self.encoded is not None:
+            raise ValueError("expected decoded images: call augment_batch first")
         indices = list(index)
         return dataclasses.replace(
             dataclasses.replace(self, mean_counts_K=None)._map(lambda tensor: tensor[indices]),
@@ -467,7 +495,7 @@ class Batch:
         tensors = {
             name: value
             for name, value in values.items()
-            if not (value is None or isinstance(value, list))
+            if not (value is None or isinstance(value, list | EncodedImages))
         }
         moved: dict[str, Any] = {name: function(tensor) for name, tensor in tensors.items()}
         return dataclasses.replace(self, **moved)

@@ -96,6 +96,10 @@ class JpegPlan(NamedTuple):
     rows: int
     columns: int
     components: int
+    is_baseline: bool
+    """Whether every decoder reads it: sequential and Huffman-coded, in its usual form."""
+    scan: int
+    """Offset of the first scan."""
 
 
 def read_jpeg_plan(data: bytes) -> JpegPlan:
@@ -116,7 +120,16 @@ def read_jpeg_plan(data: bytes) -> JpegPlan:
         samples = sum(across * down for across, down in factors) / largest
         is_held = frame[0] in _PROGRESSIVE or data[start + 4] < len(factors)
         rows, columns = struct.unpack(">HH", header[1:5])
-        return JpegPlan(header[0], samples, is_held, rows, columns, len(factors))
+        return JpegPlan(
+            header[0],
+            samples,
+            is_held,
+            rows,
+            columns,
+            len(factors),
+            is_baseline=frame[0] == _BASELINE,
+            scan=start,
+        )
     raise DicomError("the JPEG has no frame header before its first scan", "malformed")
 
 

@@ -39,6 +39,7 @@ _SHORT = 3
 _LONG = 4
 _DEPTHS = (8, 10, 12, 14, 16)
 _JPEG_START = b"\xff\xd8\xff"
+_JPEG_END = b"\xff\xd9"
 _PNG_START = b"\x89PNG\r\n\x1a\n"
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 _HEADER_FIELDS = ((20, 24), (16, 20), (24, 25), (25, 26))  # height, width, bits and kind of samples
@@ -78,13 +79,14 @@ class JpegImage:
         orientation: EXIF orientation to apply (`make_upright`).
 
     Attributes:
+        data: the file.
         shape: (H, W), or (H, W, 3) in colour, of the upright image in full.
 
     Raises ImageError as `decode_image`: for the header here, for the pixels in `decode`.
     """
 
     def __init__(self, data: bytes, *, color: bool = False, orientation: int = 1) -> None:
-        self._data = data
+        self.data = data
         self._color = color
         self._orientation = orientation
         self._sides = _check_jpeg(data, color, MAX_PIXELS)
@@ -100,11 +102,24 @@ class JpegImage:
         if factor not in self._decoded:
             height, width = self._sides
             sides = (-(-height // factor), -(-width // factor)) if factor > 1 else (0, 0)
-            pixels = _read_jpeg(self._data, self._color, sides)
+            pixels = _read_jpeg(self.data, self._color, sides)
             if self._orientation > 1:
                 pixels = make_upright(pixels, self._orientation)
             self._decoded[factor] = pixels
         return self._decoded[factor]
+
+    def suits_device(self) -> bool:
+        """Return whether a GPU's decoder is sure to read the file as `decode` does: a whole
+        baseline JPEG, upright, grey or Y'CbCr. Damage between its pixels is not looked for.
+        """
+        plan = _plan_jpeg(self.data)
+        if self._orientation > 1 or plan is None or plan.is_held or not plan.is_baseline:
+            return False
+        if self.data.rfind(_JPEG_END) < plan.scan:  # not among compressed pixels, but in metadata
+            return False
+        if plan.components == 1:
+            return True
+        return plan.components == 3 and simplejpeg.decode_jpeg_header(self.data)[2] == "YCbCr"
 
 
 def is_jpeg(data: bytes) -> bool:

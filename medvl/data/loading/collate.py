@@ -15,7 +15,7 @@ from medvl.data.reports.cleaning import swap_laterality
 from medvl.data.reports.sentences import sentence_spans
 from medvl.data.shards.regions import Regions
 from medvl.data.tokenizer.tokenizer import Tokenizer, pad_rows as pad_ids, row_mask
-from medvl.data.transforms.operations import stack_samples
+from medvl.data.transforms.operations import join_files, stack_samples
 from medvl.errors import BudgetError, ConfigError, ShardError
 from medvl.schema import ORGANS, Batch, FindsEntities, Inputs
 
@@ -148,6 +148,7 @@ class Collate:
         has_image = dict(zip(names, (item.has_image for item in samples), strict=True))
         regions = dict(zip(names, (item.regions for item in samples), strict=True))
         parameters = dict(zip(names, (item.augmentation_VK for item in samples), strict=True))
+        encoded = dict(zip(names, samples, strict=True))
         batch = Batch(
             keys=[item.key for item in samples],
             image_BCHW=stack(list(images.values())),
@@ -161,6 +162,7 @@ class Collate:
             studies=[item.study for item in samples],
             has_image_B=None if all(has_image.values()) else torch.tensor(list(has_image.values())),
             has_text_B=None if has_text_B.all() else has_text_B,
+            encoded=join_files([(item.key, item.encoded) for item in encoded.values()]),
             augmentation_BVK=stack_samples(list(parameters.values())),
         )
         add_altered(batch, altered, ids_BT[rows:], mask_BT[rows:])

@@ -24,7 +24,7 @@ from medvl.data.reports.sentences import join_texts
 from medvl.data.shards.format import label_row
 from medvl.data.shards.regions import Regions
 from medvl.data.transforms.image import BuiltTransform, ImageTransform, ReadsTexts, Transformed
-from medvl.data.transforms.operations import stack_views
+from medvl.data.transforms.operations import EncodedCrop, encoded_views, stack_views
 from medvl.data.transforms.text import (
     REPORT_SECTIONS,
     OptionTexts,
@@ -197,6 +197,8 @@ class Item:
     """All statements, where the system needs them."""
     augmentation_VK: np.ndarray | None = None
     """Parameters of the augmentation that is left to the device; None: the images are augmented."""
+    encoded: tuple[EncodedCrop | None, ...] = ()
+    """Images that the device decodes, in the order of `augmentation_VK`; None: it is decoded."""
     prompt: tuple[int, ...] = ()
     """Ids of the prompt, where the system needs it."""
     volume: CutVolume | None = None
@@ -346,7 +348,7 @@ class ItemMaker:
 
     def __call__(self, sample: Sample, pixels: np.ndarray | JpegImage, epoch: int) -> Item:
         """Return the item of one sample. `pixels` are uint8, (H, W) or (H, W, 3), or
-        a JPEG for a transform that decodes at reduced sizes."""
+        a JPEG for a transform that decodes it or leaves it to the device."""
         return self.row(sample, self.views(sample.key, pixels, epoch, sample=sample), epoch)
 
     def rng(self, epoch: int, key: str, purpose: str) -> np.random.Generator:
@@ -459,6 +461,7 @@ class ItemMaker:
             self._positions(sample, views) if self.inputs.positions else (),
             self._statements(sample, views, epoch) if self.inputs.statements else (),
             stack_views(views.image, views.second, views.prior, *views.others),
+            encoded_views(views.image, views.second, views.prior, *views.others),
             self._prompt(sample, views),
             views.volume,
             views.slices_NCHW,

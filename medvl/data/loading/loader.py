@@ -478,14 +478,13 @@ def open_loader(
         reader = RegionReader(read_source, maker)
     else:
         color = has_color(source) if color is None else color
-        reduced = _decodes_reduced(image, source)
         reader = ImageReader(
             read_source,
             maker,
             color,
             prior_reader(source, prior_N, color) if maker.inputs.prior_image else None,
             draws_views=train and maker.inputs.drawn_view,
-            reduced=reduced,
+            decodes=not _leaves_jpeg(image, source),
         )
     keep = train if keep_imageless is None else keep_imageless
     samples = SampleDataset(read_source, maker, reader, shared, keep, prior_N, scans)
@@ -502,15 +501,16 @@ def open_loader(
     )
 
 
-def _decodes_reduced(image: Any, source: Source) -> bool:
-    """Return whether a transform decodes JPEG images itself. Raises ConfigError where the source
-    has no stored images.
+def _leaves_jpeg(image: Any, source: Source) -> bool:
+    """Return whether JPEG images are left to the transform to decode. Raises ConfigError where the
+    source has no stored images.
     """
-    if getattr(image, "decode", "full") == "full":
+    decode = getattr(image, "decode", "full")
+    if decode == "full":
         return False
     if not hasattr(source, "image_bytes"):
         raise ConfigError(
-            f"image.decode 'reduced' needs shards, got {type(source).__name__}; leave it out",
+            f"image.decode {decode!r} needs shards, got {type(source).__name__}; leave it out",
             "conflict",
             field="image.decode",
         )

@@ -62,14 +62,14 @@ class ImageReader(Reader):
         prior: Callable[[int], Encoded | None] | None,
         *,
         draws_views: bool,
-        reduced: bool,
+        decodes: bool,
     ) -> None:
         self._source = source
         self._maker = maker
         self._color = color
         self._prior = prior
         self._draws_views = draws_views
-        self._reduced = reduced
+        self._decodes = decodes
         self._stored = stores_images(source)
 
     def fetch(self, epoch: int, position: int, key: str) -> Any:
@@ -109,7 +109,7 @@ class ImageReader(Reader):
     def _decode(self, image: Encoded) -> Image:
         if isinstance(image, bytes):
             return decode_image(image, color=self._color)
-        return image.decode() if isinstance(image, JpegImage) and not self._reduced else image
+        return image.decode() if isinstance(image, JpegImage) and self._decodes else image
 
 
 class _Images(NamedTuple):

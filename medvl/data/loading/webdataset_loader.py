@@ -214,7 +214,7 @@ class _BatchStream(IterableDataset[Result]):
         from medvl.data.images.read import check_sides  # imports pydicom, which takes time
 
         pixels: np.ndarray | JpegImage
-        if getattr(self.maker.image, "decode", "full") == "reduced":
+        if getattr(self.maker.image, "decode", "full") != "full":
             pixels = open_image(data, color=self.color, orientation=exif_orientation(data))
         else:
             pixels = make_upright(decode_image(data, color=self.color), exif_orientation(data))

@@ -23,7 +23,6 @@ from typing import (
 import cv2
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from medvl.common.config_io import check_choice
@@ -32,11 +31,17 @@ from medvl.data.reports.cleaning import names_side
 from medvl.data.transforms.operations import (
     Crop,
     Decode,
+    EncodedCrop,
+    Kernel,
     crop_and_resize,
     draw,
     draw_parameters,
     kernel_radius,
+    leave_to_device,
+    resize,
+    to_square,
     warp,
+    with_channels,
 )
 from medvl.errors import ConfigError
 
@@ -44,64 +49,10 @@ if TYPE_CHECKING:
     from medvl.data.images.read import ImageInput
 
 
-# Resizing of uint8 images, (H, W) or (H, W, C).
-
-Kernel = Literal["area", "bicubic", "bilinear", "bicubic_antialias", "bilinear_antialias"]
-"""Kernel of a resize. area: averages over areas along sides that shrink, bilinear along those that
-grow; bicubic and bilinear: 4 x 4 or 2 x 2 pixels however much an image shrinks, as in torch's
-`interpolate` and in OpenCV; with antialias: kernels as wide as the pixels they replace, as in
-Pillow, torchvision and Hugging Face's processors.
-"""
 CropRounding = Literal["nearest", "down"]
 """Rounding of the first row and column of a central crop. nearest: to the nearest pixel, a half to
 the even one, as torchvision's CenterCrop; down: as Hugging Face's processors.
 """
-_PLAIN = {"bicubic": cv2.INTER_CUBIC, "bilinear": cv2.INTER_LINEAR}
-_ANTIALIASED = {
-    "bicubic_antialias": Image.Resampling.BICUBIC,
-    "bilinear_antialias": Image.Resampling.BILINEAR,
-}
-
-
-def resize(image: np.ndarray, height: int, width: int, kernel: Kernel = "area") -> np.ndarray:
-    """Return the image with these sides, by this kernel."""
-    if kernel in _PLAIN:
-        return cv2.resize(image, (width, height), interpolation=_PLAIN[kernel])
-    if kernel in _ANTIALIASED:
-        flat = image[:, :, 0] if image.ndim == 3 and image.shape[2] == 1 else image
-        return np.asarray(Image.fromarray(flat).resize((width, height), _ANTIALIASED[kernel]))
-    return _resize_by_area(image, height, width)
-
-
-def _resize_by_area(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    smaller = min(height, image.shape[0]), min(width, image.shape[1])
-    if smaller not in (
-        image.shape[:2],
-        (height, width),
-    ):  # OpenCV averages areas only where neither side grows
-        image = cv2.resize(image, smaller[::-1], interpolation=cv2.INTER_AREA)
-    shrinks = height * width < image.shape[0] * image.shape[1]
-    return cv2.resize(
-        image, (width, height), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
-    )
-
-
-def to_square(image: np.ndarray, least: int = 0) -> np.ndarray:
-    """Return the image in the middle of a black square as large as its longer side, and at least
-    `least` pixels.
-    """
-    height, width = image.shape[:2]
-    side = max(height, width, least)
-    down = side - height
-    across = side - width
-    sides = down // 2, down - down // 2, across // 2, across - across // 2
-    return cv2.copyMakeBorder(image, *sides, cv2.BORDER_CONSTANT, value=(0, 0, 0))
-
-
-def with_channels(image: np.ndarray) -> np.ndarray:
-    """Return the image as (H, W, C)."""
-    return image[:, :, None] if image.ndim == 2 else image
-
 
 Flip = Literal["off", "swap_text", "sideless", "plain"]
 """Handling of horizontal flips: off (no flips); swap_text (left and right are exchanged in the text
@@ -124,6 +75,10 @@ class Transformed:
     deferred_K: np.ndarray | None = None
     """float32: parameters of the augmentation that is left to the device; None: the image is
     augmented.
+    """
+    encoded: EncodedCrop | None = None
+    """The image where it is left to the device to decode, black in `image_HWC`; None: it is
+    decoded.
     """
 
 
@@ -173,8 +128,8 @@ class EvalTransform:
     `size`, black borders (keeps the whole image); squash: both sides to `size`.
     """
     resize: Kernel = "area"
-    """Kernel of the resize (`medvl.data.transforms.image.Kernel`): an imported model has that of
-    its released code.
+    """Kernel of the resize (`medvl.data.transforms.operations.Kernel`): an imported model has that
+    of its released code.
     """
     pad_first: bool = False
     """With `fit` pad: add the borders before the resize, to a square of at least `size`, as MedCLIP
@@ -457,7 +412,7 @@ class ConVIRTAugmentation:
     (`medvl.data.transforms.operations`).
     """
     decode: Decode = "full"
-    """Size at which JPEG images are decoded."""
+    """Size at which JPEG images are decoded, or that the device decodes them."""
 
     @classmethod
     def weak(cls, size: int) -> Self:
@@ -498,6 +453,9 @@ class ConVIRTAugmentation:
             raise ConfigError(message, "out_of_range", field="blur_sigma")
         check_flip(self.flip)
         check_choice(self.decode, get_args(Decode), "decode")
+        if self.decode == "device" and not self.on_device:
+            message = "decode 'device' needs on_device True, which augments there too"
+            raise ConfigError(message, "conflict", field="decode")
 
     def for_texts(self, texts: Iterable[str]) -> Self:
         """Return the transform without flips if `flip` is sideless and a text names a side."""
@@ -545,12 +503,19 @@ class ConVIRTAugmentation:
             is_flipped = flips and bool(rng.random() < self.flip_rate)
             # Mirroring first is equivalent: the distributions of the other steps are symmetric.
             area = self._drawn(crop, image.shape, mirror=is_flipped)
-            image_HWC = with_channels(crop_and_resize(image, area, self.size, mirror=is_flipped))
+            encoded = None
+            if self.decode == "device":
+                image, encoded = leave_to_device(image, area, mirror=is_flipped)
+            if encoded is None:
+                pixels = crop_and_resize(image, area, self.size, mirror=is_flipped)
+            else:
+                pixels = np.zeros((self.size, self.size, *image.shape[2:]), np.uint8)
+            image_HWC = with_channels(pixels)
             shape = image_HWC.shape
             if self.on_device:
                 radius = kernel_radius(self.blur_sigma[1])
                 deferred_K = draw_parameters(affine, color, blur, shape, radius)
-                return Transformed(image_HWC, is_flipped, deferred_K=deferred_K)
+                return Transformed(image_HWC, is_flipped, deferred_K=deferred_K, encoded=encoded)
             image_HWC = with_channels(warp(image_HWC, draw(affine, shape)))
             image_HWC = color.apply(image_HWC, **draw(color, shape))
             image_HWC = blur.apply(image_HWC, **draw(blur, shape))

@@ -9,10 +9,11 @@ and on the device of the training step, for `ConVIRTAugmentation(on_device=True)
 Those on the CPU give the pixels of albumentations' operation bit for bit, without its checks and
 copies, which take a fifth of the time of the augmentation.
 
-On the device, workers crop and resize an image, flip it, and draw the parameters of the other
+For the device, workers crop and resize an image, flip it, and draw the parameters of the other
 operations, the same as without this option. The device applies them: affine map, brightness and
-contrast, Gaussian blur. It computes in float32 and rounds after each operation as the operations on
-the CPU do, so that a few pixels differ, by one grey level (OpenCV 5).
+contrast, Gaussian blur. With `decode="device"` it also decodes the files, crops, resizes and flips,
+as the workers drew. It computes in float32 and rounds after each operation as the operations on the
+CPU do, so that a few pixels differ, by one grey level (OpenCV 5).
 
 The K parameters of an image: the affine map from its pixels to those before it, six numbers by
 rows; the factors of brightness and contrast; 1 where brightness is changed first, else 0; and half
@@ -27,10 +28,12 @@ import cv2
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from medvl.data.images.codecs import JpegImage
-from medvl.schema import Batch
+from medvl.errors import ImageError
+from medvl.schema import Batch, EncodedImages
 
 if TYPE_CHECKING:
     from medvl.data.transforms.image import Transformed
@@ -41,12 +44,68 @@ _TOLERANCE_33 = 1e-8 + 1e-5 * _IDENTITY_33
 """As in `np.allclose`, by which albumentations leaves an image as it is."""
 
 
-Decode = Literal["full", "reduced"]
+Decode = Literal["full", "reduced", "device"]
 """Decoding of JPEG images before a random crop. full: every pixel; reduced: a half, a quarter or an
 eighth of both sides where the crop still has the pixels of the output. The draws are the same, and
-the edges of the crop are moved to whole pixels of the reduced image. Other formats are decoded in
-full.
+the edges of the crop are moved to whole pixels of the reduced image. device: every pixel, on the
+device of the training step, which also crops and resizes: nvJPEG on a GPU. Other formats, and JPEG
+files that nvJPEG may not read, are decoded in full by the workers.
 """
+
+
+# Resizing of uint8 images, (H, W) or (H, W, C).
+
+Kernel = Literal["area", "bicubic", "bilinear", "bicubic_antialias", "bilinear_antialias"]
+"""Kernel of a resize. area: averages over areas along sides that shrink, bilinear along those that
+grow; bicubic and bilinear: 4 x 4 or 2 x 2 pixels however much an image shrinks, as in torch's
+`interpolate` and in OpenCV; with antialias: kernels as wide as the pixels they replace, as in
+Pillow, torchvision and Hugging Face's processors.
+"""
+_PLAIN = {"bicubic": cv2.INTER_CUBIC, "bilinear": cv2.INTER_LINEAR}
+_ANTIALIASED = {
+    "bicubic_antialias": Image.Resampling.BICUBIC,
+    "bilinear_antialias": Image.Resampling.BILINEAR,
+}
+
+
+def resize(image: np.ndarray, height: int, width: int, kernel: Kernel = "area") -> np.ndarray:
+    """Return the image with these sides, by this kernel."""
+    if kernel in _PLAIN:
+        return cv2.resize(image, (width, height), interpolation=_PLAIN[kernel])
+    if kernel in _ANTIALIASED:
+        flat = image[:, :, 0] if image.ndim == 3 and image.shape[2] == 1 else image
+        return np.asarray(Image.fromarray(flat).resize((width, height), _ANTIALIASED[kernel]))
+    return _resize_by_area(image, height, width)
+
+
+def _resize_by_area(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    smaller = min(height, image.shape[0]), min(width, image.shape[1])
+    if smaller not in (
+        image.shape[:2],
+        (height, width),
+    ):  # OpenCV averages areas only where neither side grows
+        image = cv2.resize(image, smaller[::-1], interpolation=cv2.INTER_AREA)
+    shrinks = height * width < image.shape[0] * image.shape[1]
+    return cv2.resize(
+        image, (width, height), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
+    )
+
+
+def to_square(image: np.ndarray, least: int = 0) -> np.ndarray:
+    """Return the image in the middle of a black square as large as its longer side, and at least
+    `least` pixels.
+    """
+    height, width = image.shape[:2]
+    side = max(height, width, least)
+    down = side - height
+    across = side - width
+    sides = down // 2, down - down // 2, across // 2, across - across // 2
+    return cv2.copyMakeBorder(image, *sides, cv2.BORDER_CONSTANT, value=(0, 0, 0))
+
+
+def with_channels(image: np.ndarray) -> np.ndarray:
+    """Return the image as (H, W, C)."""
+    return image[:, :, None] if image.ndim == 2 else image
 
 
 class Crop(NamedTuple):
@@ -71,6 +130,14 @@ class Crop(NamedTuple):
     def divided(self, factor: int) -> "Crop":
         """Return the same part of a reduced image, to the nearest whole pixel."""
         return Crop(*((side + factor // 2) // factor for side in self))
+
+
+class EncodedCrop(NamedTuple):
+    """A part of a JPEG file, mirrored or not, that the device decodes."""
+
+    data: bytes
+    crop: Crop
+    is_mirrored: bool
 
 
 def draw(transform: Any, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -117,6 +184,21 @@ def crop_and_resize(
     return cv2.resize(pixels, (size, size), interpolation=kernel)
 
 
+def leave_to_device(
+    image: np.ndarray | JpegImage, crop: Crop, *, mirror: bool
+) -> tuple[np.ndarray | JpegImage, EncodedCrop | None]:
+    """Return the image, and the part of its file that the device decodes; None, with a JPEG decoded
+    in full, where the device does not decode it.
+
+    Raises ImageError where a JPEG that is decoded here is damaged.
+    """
+    if not isinstance(image, JpegImage):
+        return image, None
+    if image.suits_device():
+        return image, EncodedCrop(image.data, crop, mirror)
+    return image.decode(), None
+
+
 def warp(image: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
     """Return the image under the map of albumentations' Affine, black beyond the image."""
     matrix_33 = parameters["matrix"]
@@ -127,6 +209,9 @@ def warp(image: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
 
 IMAGES = ("image_BCHW", "second_image_BCHW", "prior_BCHW")
 """Images of a batch, in the order of its parameters; those of `other_views_BVCHW` follow."""
+
+_VALUES_AT_ONCE = 1 << 26
+"""Pixels in float32 that are cropped at once on the device: 256 MiB."""
 
 _LUMINANCE = (0.299, 0.587, 0.114)
 
@@ -172,6 +257,16 @@ def stack_views(first: "Transformed", *others: "Transformed | None") -> np.ndarr
     return np.stack(present) if present else None
 
 
+def encoded_views(
+    first: "Transformed", *others: "Transformed | None"
+) -> tuple[EncodedCrop | None, ...]:
+    """Return the parts of files that the device decodes, in the order of `stack_views`; empty where
+    it decodes none.
+    """
+    encoded = tuple(None if image is None else image.encoded for image in (first, *others))
+    return encoded if any(encoded) else ()
+
+
 def stack_samples(parameters: Sequence[np.ndarray | None]) -> Tensor | None:
     """Return (B, V, K) from those of the samples; None where the workers augmented all images.
 
@@ -185,26 +280,182 @@ def stack_samples(parameters: Sequence[np.ndarray | None]) -> Tensor | None:
     return torch.from_numpy(np.stack(rows))
 
 
+def join_files(
+    samples: Sequence[tuple[str, Sequence[EncodedCrop | None]]],
+) -> EncodedImages | None:
+    """Return the files of a batch for the device, from the keys of its samples and their images;
+    None where it decodes none.
+
+    Images of one file, such as second views, share it.
+    """
+    files: dict[int, tuple[int, bytes, str]] = {}  # by identity
+    parts: list[tuple[int, ...]] = []
+    for row, (key, images) in enumerate(samples):
+        for number, image in enumerate(images):
+            if image is not None:
+                file, _, _ = files.setdefault(id(image.data), (len(files), image.data, key))
+                parts.append((file, row, number, *image.crop, image.is_mirrored))
+    if not parts:
+        return None
+    data = [data for _, data, _ in files.values()]
+    return EncodedImages(
+        torch.frombuffer(bytearray().join(data), dtype=torch.uint8),
+        torch.tensor([len(each) for each in data]).cumsum(0),
+        [key for _, _, key in files.values()],
+        torch.tensor(parts),
+    )
+
+
 def augment_batch(batch: Batch) -> Batch:
-    """Return the batch with its images augmented, on their device; a batch that is augmented
-    already is returned as is.
+    """Return the batch with its images decoded, where that is left to the device, and augmented, on
+    their device; a batch that is augmented already is returned as is.
 
     The training step of `medvl.train` calls this. In a loop of your own, call it after
     `Batch.to(device)`.
+
+    Raises ImageError, with the key of the sample, for a file that the device cannot decode.
     """
+    if batch.encoded is not None:
+        batch = _decoded(batch, batch.encoded)
     if batch.augmentation_BVK is None:
         return batch
     augmented: dict[str, Any] = {"augmentation_BVK": None}
+    parameters_BVK = batch.augmentation_BVK
     for number, name in enumerate(IMAGES):
         image_BCHW = getattr(batch, name)
         if image_BCHW is not None:
-            augmented[name] = augment_images(image_BCHW, batch.augmentation_BVK[:, number])
+            augmented[name] = augment_images(image_BCHW, parameters_BVK[:, number])
     others_BVCHW = batch.other_views_BVCHW
     if others_BVCHW is not None:
-        parameters_BVK = batch.augmentation_BVK[:, len(IMAGES) :]
-        others_NCHW = augment_images(others_BVCHW.flatten(0, 1), parameters_BVK.flatten(0, 1))
-        augmented["other_views_BVCHW"] = others_NCHW.unflatten(0, parameters_BVK.shape[:2])
+        of_others_NK = parameters_BVK[:, len(IMAGES) :].flatten(0, 1)
+        others_NCHW = augment_images(others_BVCHW.flatten(0, 1), of_others_NK)
+        augmented["other_views_BVCHW"] = others_NCHW.unflatten(0, others_BVCHW.shape[:2])
     return dataclasses.replace(batch, **augmented)
+
+
+def _decoded(batch: Batch, encoded: EncodedImages) -> Batch:
+    """Return the batch with the images that the device decodes."""
+    device = batch.image_BCHW.device
+    channels, size = batch.image_BCHW.shape[1:3]
+    decoded = _decode_files(encoded, channels == 3, device)
+    parts_KQ8 = encoded.part_Q8.split(_parts_at_once(decoded, encoded.part_Q8))
+    square_QCHW = torch.cat([crop_files(decoded, each_Q8, size) for each_Q8 in parts_KQ8])
+    row_Q, number_Q = encoded.part_Q8[:, 1:3].unbind(dim=1)
+    changed: dict[str, Any] = {"encoded": None}
+    for number in number_Q.unique().tolist():
+        of_number_R = (number_Q == number).nonzero()[:, 0]
+        squares_RCHW = square_QCHW[of_number_R.to(device)]
+        rows_R = row_Q[of_number_R].to(device)
+        if number < len(IMAGES):
+            image_BCHW = getattr(batch, IMAGES[number])
+            changed[IMAGES[number]] = image_BCHW.index_copy(0, rows_R, squares_RCHW)
+        else:
+            view_R = torch.full_like(rows_R, number - len(IMAGES))
+            others_BVCHW = changed.get("other_views_BVCHW", batch.other_views_BVCHW)
+            assert others_BVCHW is not None, "images of a sample are numbered as in the batch"
+            changed["other_views_BVCHW"] = others_BVCHW.index_put((rows_R, view_R), squares_RCHW)
+    return dataclasses.replace(batch, **changed)
+
+
+def _decode_files(encoded: EncodedImages, color: bool, device: torch.device) -> list[Tensor]:
+    """Return uint8 (C, H, W) of each file on the device. Raises ImageError as `augment_batch`."""
+    files = encoded.file_N.tensor_split(encoded.end_M[:-1])
+    decode = _decode_on_gpu if device.type == "cuda" else _decode_on_host
+    try:
+        return decode(files, color, device)
+    except (RuntimeError, ImageError):
+        for file, key in zip(files, encoded.keys, strict=True):
+            try:
+                decode([file], color, device)
+            except (RuntimeError, ImageError) as error:
+                reason = f"sample {key} cannot be decoded on {device}: {str(error).splitlines()[0]}"
+                fix = "run `medvl verify` to list damaged files, or set image.decode to 'reduced'"
+                raise ImageError(f"{reason}; {fix}", "malformed") from error
+        raise
+
+
+def _decode_on_gpu(files: Sequence[Tensor], color: bool, device: torch.device) -> list[Tensor]:
+    from torchvision.io import ImageReadMode, decode_jpeg  # a CPU build of torch has none
+
+    mode = ImageReadMode.RGB if color else ImageReadMode.GRAY
+    decoded: list[Tensor] = decode_jpeg(list(files), mode=mode, device=device)
+    return decoded
+
+
+def _decode_on_host(files: Sequence[Tensor], color: bool, device: torch.device) -> list[Tensor]:
+    images = [JpegImage(file_N.numpy().tobytes(), color=color).decode() for file_N in files]
+    return [
+        torch.from_numpy(image.transpose(2, 0, 1) if color else image[None]) for image in images
+    ]
+
+
+def _parts_at_once(decoded: Sequence[Tensor], part_Q8: Tensor) -> int:
+    """Return the number of parts to crop at once, which bounds the memory for large images."""
+    channels, height, width = (
+        max(sides) for sides in zip(*(x.shape for x in decoded), strict=True)
+    )
+    return min(len(part_Q8), max(1, _VALUES_AT_ONCE // (channels * height * width)))
+
+
+@torch.no_grad()
+def crop_files(decoded: Sequence[Tensor], part_Q8: Tensor, size: int) -> Tensor:
+    """Return uint8 (Q, C, size, size): parts (`EncodedImages.part_Q8`) of images (C, H, W), resized
+    as by `crop_and_resize` by two products of matrices, and mirrored; black beyond the image.
+    """
+    images = [decoded[file] for file in part_Q8[:, 0].tolist()]
+    height, width = (max(image.shape[dim] for image in images) for dim in (1, 2))
+    device = images[0].device
+    image_QCHW = torch.zeros(len(images), images[0].shape[0], height, width, device=device)
+    for row, image in enumerate(images):  # of unequal sizes
+        image_QCHW[row, :, : image.shape[1], : image.shape[2]] = image
+    left_Q, top_Q, right_Q, bottom_Q, mirrored_Q = part_Q8[:, 3:].to(device).unbind(dim=1)
+    with torch.autocast(device.type, enabled=False):
+        sides_2Q = torch.stack([bottom_Q - top_Q, right_Q - left_Q])
+        down_QSH = _resizing(top_Q, bottom_Q, torch.zeros_like(mirrored_Q), sides_2Q, height, size)
+        across_QSW = _resizing(left_Q, right_Q, mirrored_Q, sides_2Q, width, size)
+        square_QCSS = down_QSH[:, None] @ image_QCHW @ across_QSW[:, None].mT
+    return square_QCSS.add_(0.5).clamp_(0, 255).to(torch.uint8)  # rounds a half up, as OpenCV here
+
+
+def _resizing(
+    start_Q: Tensor, end_Q: Tensor, mirrored_Q: Tensor, sides_2Q: Tensor, pixels: int, size: int
+) -> Tensor:
+    """Return float32 (Q, size, pixels): the shares of an image's pixels in those of its resized
+    part, from `start_Q` to `end_Q` along this side.
+
+    As OpenCV resizes: means of areas where no side grows; else between the nearest two pixels,
+    where one side shrinks by the share of the output's pixel that lies in each.
+    """
+    pixel_W = torch.arange(pixels, device=start_Q.device)
+    output_S = torch.arange(size, device=start_Q.device)
+    is_mirrored_Q1 = mirrored_Q[:, None] == 1
+    along_Q1W = torch.where(  # place of each pixel in the part
+        is_mirrored_Q1, end_Q[:, None] - 1 - pixel_W, pixel_W - start_Q[:, None]
+    )[:, None].float()
+    length_Q1 = (end_Q - start_Q)[:, None].double()
+    # In this order and precision, as OpenCV rounds them; `size / length_Q1` is a product in torch.
+    growth_Q1 = torch.full_like(length_Q1, size) / length_Q1
+    scale_Q1 = 1 / growth_Q1
+
+    border_QS1 = (output_S * scale_Q1)[:, :, None].float()
+    scale_Q11 = scale_Q1[:, :, None].float()
+    overlap_QSW = torch.minimum(along_Q1W + 1, border_QS1 + scale_Q11) - torch.maximum(
+        along_Q1W, border_QS1
+    )
+
+    first_QS = (output_S * scale_Q1).floor()
+    share_QS = ((output_S + 1) - (first_QS + 1) * growth_Q1).float()
+    shrinks_Q1 = (sides_2Q.amax(dim=0) > size)[:, None]
+    place_QS = torch.where(
+        shrinks_Q1,
+        first_QS + torch.where(share_QS > 0, share_QS.frac(), 0.0),
+        (output_S + 0.5) * scale_Q1 - 0.5,
+    )
+    place_QS1 = torch.minimum(place_QS.clamp_min(0.0), length_Q1 - 1)[:, :, None].float()
+    nearest_QSW = 1 - (along_Q1W - place_QS1).abs()
+
+    is_area_Q11 = (sides_2Q.amin(dim=0) >= size)[:, None, None]
+    return torch.where(is_area_Q11, overlap_QSW / scale_Q11, nearest_QSW).clamp_min_(0.0)
 
 
 @torch.no_grad()

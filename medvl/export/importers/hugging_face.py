@@ -13,7 +13,8 @@ from typing import Any
 from medvl.common.untrusted import read_json
 from medvl.data.tokenizer.files import CONFIG_FILE as TOKENIZER_CONFIG, MODEL_FILE
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from medvl.data.transforms.image import EvalTransform, Kernel
+from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.operations import Kernel
 from medvl.encoders.hugging_face import (
     CONFIG_FILE,
     IMAGE_KINDS,

@@ -17,7 +17,7 @@ import medvl
 from medvl.common.files import new_folder, sha256, write_json
 from medvl.common.untrusted import parse_json
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from medvl.data.transforms.image import Kernel
+from medvl.data.transforms.operations import Kernel
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
 from medvl.encoders.pretrained import check_values, fitting_keys
 from medvl.encoders.weight_files import (
@@ -195,7 +195,7 @@ def import_checkpoint(
         weights: name of a set of weights in `file`, where it has several: `state_dict_ema`,
             `teacher`.
         resize: kernel with which the system's images are resized, in place of the released one
-            (`medvl.data.transforms.image.Kernel`).
+            (`medvl.data.transforms.operations.Kernel`).
         out: new folder. A system becomes a checkpoint for `medvl.load`; encoders become folders
             `image_encoder` and `text_encoder` for `load_encoder`. `import.json` lists what was left
             out and why.

@@ -15,7 +15,8 @@ from medvl import losses
 from medvl.common.config_io import check_choice, check_within
 from medvl.data.knowledge.finder import EntityFinder, EntityLinker
 from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.data.transforms.image import EvalTransform, Kernel
+from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.operations import Kernel
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.common import full_precision, gather

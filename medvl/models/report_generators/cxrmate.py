@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from medvl.common.config_io import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.data.transforms.image import EvalTransform, Kernel
+from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.operations import Kernel
 from medvl.encoders import ImageEncoder, create_image_encoder
 from medvl.errors import ConfigError
 from medvl.models.base import INIT_STD, EncoderArguments, Parts, stored_features

@@ -1,4 +1,4 @@
-"""Augmentation on the device: the parameters of the workers' augmentation, and its images to a
+"""Augmentation and decoding on the device: the parameters of the workers, and their images to a
 grey level.
 """
 
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
+from medvl.data.images.codecs import JpegImage, encode_jpeg
 from medvl.data.loading.collate import Collate
 from medvl.data.loading.dense_targets import DenseTargets
 from medvl.data.loading.items import ItemMaker
@@ -35,9 +36,17 @@ from medvl.data.transforms.image import (
     EvalTransform,
     Transformed,
 )
-from medvl.data.transforms.operations import augment_batch, augment_images
+from medvl.data.transforms.operations import (
+    Crop,
+    Decode,
+    augment_batch,
+    augment_images,
+    crop_and_resize,
+    crop_files,
+    with_channels,
+)
 from medvl.data.transforms.text import WholeText
-from medvl.errors import ConfigError
+from medvl.errors import ConfigError, ImageError, ShardError
 from medvl.schema import Batch, Inputs, Sample
 from medvl.train.parallel.distributed import BatchStream, SideStream, place
 
@@ -196,21 +205,30 @@ def test_number_of_operations_does_not_depend_on_the_batch() -> None:
     assert counts[0] == counts[1] > 0
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> ShardSource:
-    root = tmp_path_factory.mktemp("device")
-    options = ShardOptions(short_side=40, samples_per_shard=8, image_format="png")
+def write_source(root: Path, **options: Any) -> ShardSource:
     write_shards(
         make_plan(root / "images", 16),
         Deidentifier(b"0" * 32),
         ShardRun(out=root / "out", workers=1),
-        options,
+        ShardOptions(short_side=40, samples_per_shard=8, **options),
     )
     return ShardSource(root / "out/train")
 
 
-def open_train(source: ShardSource, *, on_device: bool = True, **options: Any) -> Loader:
-    image = ConVIRTAugmentation(size=32, flip="plain", on_device=on_device)
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> ShardSource:
+    return write_source(tmp_path_factory.mktemp("device"), image_format="png")
+
+
+@pytest.fixture(scope="module")
+def jpeg_source(tmp_path_factory: pytest.TempPathFactory) -> ShardSource:
+    return write_source(tmp_path_factory.mktemp("jpeg"))
+
+
+def open_train(
+    source: ShardSource, *, on_device: bool = True, decode: Decode = "full", **options: Any
+) -> Loader:
+    image = ConVIRTAugmentation(size=32, flip="plain", on_device=on_device, decode=decode)
     return open_loader(
         source, batch=4, image=image, text=WholeText(), tokenizer=no_text, train=True, **options
     )
@@ -334,3 +352,173 @@ def test_on_device_refuses_targets_and_wide_kernels(source: ShardSource) -> None
         open_train(source, targets=targets)
     with raises(ConfigError, "out_of_range", "blur_sigma"):
         ConVIRTAugmentation(size=32, blur_sigma=(0.1, 10.0), on_device=True)
+
+
+# Decoding on the device.
+
+
+@pytest.mark.parametrize("size", [24, 70, 110])
+@pytest.mark.parametrize("color", [False, True])
+@pytest.mark.parametrize("mirror", [False, True])
+def test_crops_on_the_device_are_those_of_the_workers(
+    size: int, color: bool, mirror: bool, device: torch.device
+) -> None:
+    """Crops that shrink, grow and do both, within images of unequal sizes and beyond them."""
+    images = [photo(shape[:2] + (3,) * color, seed) for seed, shape in enumerate(SHAPES)]
+    rng = np.random.default_rng(size)
+    crops, files = [], []
+    for number in range(60):
+        height, width = images[number % len(images)].shape[:2]
+        left, top = rng.integers(-15, (width - 8, height - 8))
+        right, bottom = rng.integers((left + 8, top + 8), (width + 15, height + 15))
+        crops.append(Crop(*map(int, (left, top, right, bottom))))
+        files.append(number % len(images))
+    parts_Q8 = torch.tensor(
+        [(file, 0, 0, *crop, mirror) for file, crop in zip(files, crops, strict=True)]
+    )
+    decoded = [stacked([with_channels(image)], device)[0] for image in images]
+    found_QCSS = crop_files(decoded, parts_Q8, size).cpu()
+    for file, crop, found_CSS in zip(files, crops, found_QCSS, strict=True):
+        expected_HWC = with_channels(crop_and_resize(images[file], crop, size, mirror=mirror))
+        apart_CSS = found_CSS.int() - torch.from_numpy(expected_HWC.transpose(2, 0, 1)).int()
+        assert apart_CSS.abs().max() <= 1
+        assert apart_CSS.float().abs().mean() <= 0.2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_decoded_on_the_device_are_those_of_the_workers(
+    jpeg_source: ShardSource, device: torch.device, workers: int
+) -> None:
+    """The same draws for the image and a second view of it, through the side stream."""
+    inputs = Inputs(second_image=True)
+    plain = BatchStream(open_train(jpeg_source, inputs=inputs), 1)
+    loader = open_train(jpeg_source, decode="device", inputs=inputs, workers=workers)
+    ahead = BatchStream(loader, 1, SideStream(device, channels_last=True))
+    cpu = torch.device("cpu")
+    for step in range(plain.steps_per_epoch + 1):
+        (expected,) = [place(batch, cpu, False) for batch in plain.take(step)]
+        (found,) = [place(batch, device, False) for batch in ahead.take(step)]
+        assert found.keys == expected.keys
+        assert found.encoded is found.augmentation_BVK is None
+        for name in ("image_BCHW", "second_image_BCHW"):
+            ours, theirs = getattr(found, name).cpu().int(), getattr(expected, name).int()
+            apart = (ours - theirs).abs().float()
+            assert apart.mean() < 1.5
+            assert device.type == "cuda" or apart.max() <= 2
+            assert theirs.float().std() > 10
+
+
+def test_the_files_of_a_batch_are_sent_once(jpeg_source: ShardSource) -> None:
+    """Second views share the file of the first, other images have their own, and the pixels of
+    other formats come as before.
+    """
+    image = ConVIRTAugmentation(size=32, flip="plain", on_device=True, decode="device")
+    inputs = Inputs(second_image=True, prior_image=True, other_views=2)
+    maker = ItemMaker(image, WholeText(), (), 0, inputs)
+    plain = ItemMaker(dataclasses.replace(image, decode="full"), WholeText(), (), 0, inputs)
+    files = [encode_jpeg(photo((50, 60), seed)) for seed in range(5)]
+    batches = []
+    for make, open_file in ((maker, JpegImage), (plain, lambda data: JpegImage(data).decode())):
+        items = []
+        for key, prior in (("a", 1), ("b", None)):
+            sample = Sample(key=key, corpus="c", split="train", patient="p", study=key)
+            first = open_file(files[0]) if key == "a" else photo((40, 70))
+            others = map(open_file, files[2:3] if key == "a" else files[3:])
+            before = None if prior is None else open_file(files[prior])
+            views = make.views(key, first, 0, before, sample, list(others))
+            items.append(make.row(sample, views, 0))
+        batch, _ = Collate(no_text, inputs)(items)
+        assert batch is not None
+        batches.append(batch)
+    encoded = batches[0].encoded
+    assert encoded is not None
+    assert batches[1].encoded is None
+    assert encoded.keys == ["a", "a", "a", "b", "b"]
+    assert encoded.part_Q8[:, :3].tolist() == [
+        [0, 0, 0], [0, 0, 1], [1, 0, 2], [2, 0, 3], [3, 1, 3], [4, 1, 4],
+    ]  # fmt: skip
+    assert len(encoded.file_N) == sum(map(len, files))
+    with pytest.raises(ValueError, match="augment_batch"):
+        batches[0].rows([0])
+    found, expected = map(augment_batch, batches)
+    for name in ("image_BCHW", "second_image_BCHW", "prior_BCHW", "other_views_BVCHW"):
+        apart = getattr(found, name).int() - getattr(expected, name).int()
+        assert apart.abs().max() <= 2, name
+        assert getattr(expected, name).float().std() > 10
+
+
+def progressive(image: np.ndarray) -> bytes:
+    return cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_PROGRESSIVE, 1])[1].tobytes()
+
+
+def as_rgb(data: bytes) -> bytes:
+    """Return a colour JPEG that claims to store red, green and blue."""
+    adobe = b"\xff\xee\0\x0eAdobe\0\x64\0\0\0\0\0"
+    start = data.index(b"\xff\xdb")
+    return data[:2] + adobe + data[start:]
+
+
+GREY, COLOR = encode_jpeg(photo((40, 50))), encode_jpeg(photo((40, 50, 3)))
+THUMBNAIL = b"\xff\xe1" + (len(GREY) + 2).to_bytes(2) + GREY
+
+
+@pytest.mark.parametrize(
+    ("image", "suits"),
+    [
+        (JpegImage(GREY), True),
+        (JpegImage(COLOR), True),
+        (JpegImage(GREY + b"\0\0"), True),
+        (JpegImage(GREY, orientation=6), False),
+        (JpegImage(progressive(photo((40, 50)))), False),
+        (JpegImage(as_rgb(COLOR)), False),
+        (JpegImage(GREY[:-2]), False),
+        (JpegImage(GREY[:2] + THUMBNAIL + GREY[2:-40]), False),
+    ],
+    ids=["grey", "color", "trailing", "turned", "progressive", "rgb", "open", "thumbnail"],
+)
+def test_files_that_the_device_decodes(image: JpegImage, suits: bool) -> None:
+    assert image.suits_device() is suits
+
+
+def test_other_files_are_decoded_by_the_workers() -> None:
+    settings = ConVIRTAugmentation(size=32, on_device=True)
+    image = JpegImage(GREY, orientation=6)
+    found, expected = (
+        each.build()(image, np.random.default_rng(5))
+        for each in (dataclasses.replace(settings, decode="device"), settings)
+    )
+    assert found.encoded is None
+    np.testing.assert_array_equal(found.image_HWC, expected.image_HWC)
+
+
+def test_damaged_files_are_skipped_or_named(
+    jpeg_source: ShardSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A truncated one by the worker; damage that only decoding shows stops the step."""
+    monkeypatch.setattr(ShardSource, "image_bytes", lambda *_: GREY[:-90])
+    loader = open_train(jpeg_source, decode="device", max_skipped=16)
+    with raises(ShardError, "empty"):
+        next(iter(loader))
+    assert loader.skipped == {"truncated": 4}
+    broken = GREY[:-90] + GREY[-2:]
+    monkeypatch.setattr(ShardSource, "image_bytes", lambda *_: broken)
+    batch = next(iter(open_train(jpeg_source, decode="device")))
+    with pytest.raises(ImageError, match=f"sample {batch.keys[0]} cannot be decoded on cpu"):
+        augment_batch(batch)
+
+
+def test_large_images_are_cropped_a_few_at_a_time(
+    jpeg_source: ShardSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = next(iter(open_train(jpeg_source, decode="device")))
+    expected = augment_batch(batch)
+    monkeypatch.setattr(operations, "_VALUES_AT_ONCE", 1)
+    with mock.patch.object(operations, "crop_files", wraps=crop_files) as cropped:
+        found = augment_batch(batch)
+    assert cropped.call_count == len(batch)
+    torch.testing.assert_close(found.image_BCHW, expected.image_BCHW, atol=1, rtol=0)
+
+
+def test_decoding_on_the_device_needs_augmentation_there() -> None:
+    with raises(ConfigError, "conflict", "decode"):
+        ConVIRTAugmentation(size=32, decode="device")

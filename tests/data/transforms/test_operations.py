@@ -6,7 +6,8 @@ import albumentations
 import numpy as np
 import pytest
 
-from medvl.data.transforms.image import ConVIRTAugmentation, to_square, with_channels
+from medvl.data.transforms.image import ConVIRTAugmentation
+from medvl.data.transforms.operations import to_square, with_channels
 
 
 def by_albumentations(

@@ -13,7 +13,8 @@ from helpers.errors import raises
 from PIL import Image
 
 from medvl.data import EvalTransform
-from medvl.data.transforms.image import Box, resize
+from medvl.data.transforms.image import Box
+from medvl.data.transforms.operations import resize
 from medvl.errors import ConfigError
 
 FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from medvl.common.compilation import untraced
 from medvl.common.config_io import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.data.transforms.image import EvalTransform, Kernel
+from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.masked_text import TextMasking
+from medvl.data.transforms.operations import Kernel
 from medvl.encoders import (
     ImageEncoder,
     TextEncoder,
