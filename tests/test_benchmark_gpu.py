@@ -107,7 +107,7 @@ def test_every_line_of_a_cpu_works(
             assert ("not measured" in found) == (name in UNMEASURED), found
 
 
-# Thirteen lines, each of which builds and profiles the models of its contenders.
+# Fourteen lines, each of which builds and profiles the models of its contenders.
 @pytest.mark.slow
 def test_every_line_of_a_gpu_works(
     command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -116,7 +116,7 @@ def test_every_line_of_a_gpu_works(
     every = command.read_lines()
     left_out = ("clip-b16", "systems")
     names = [name for name in every if every[name].device == "gpu" and name not in left_out]
-    assert len(names) == 13
+    assert len(names) == 14
     records = dry_run(command, tmp_path, names)
     table = capsys.readouterr().out
     assert "not available: torchvision" in table or records["nvjpeg"]["report"] is not None

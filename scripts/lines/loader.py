@@ -36,7 +36,7 @@ from medvl.data import (
 )
 from medvl.data.corpora.reports import mimic_cxr
 from medvl.data.transforms import text  # internal: its memory of texts
-from medvl.data.transforms.operations import Decode
+from medvl.data.transforms.operations import Decode, augment_batch
 from medvl.schema import Batch
 from medvl.train.doctor.examine import seconds_of  # internal, as in `measure.timing`
 
@@ -180,13 +180,44 @@ def measure_loader(bench: Bench) -> Report:
     return report([ours, bare], {UNIT: ours.rate, "of one core's rate times the workers": share})
 
 
-def rate_of(loader: Loader, seconds: float) -> float:
-    """Return images per second over whole epochs, after a first one in which the workers start."""
-    for _ in loader:
-        pass
+def measure_decoding_on_device(bench: Bench) -> Report:
+    """Measure the loader whose JPEG files are decoded and augmented on the device, and one whose
+    workers decode them.
+    """
+    source = ShardSource(bench.data())
+    batch, workers = bench.size(256, 4), bench.data_size.workers
+    tokenizer = vocabulary(source, min(len(source), bench.size(400, 8)))
+    ways: dict[Decode, str] = {"device": "on the device", "full": "by the workers"}
+    rows = []
+    for way, where in ways.items():
+        loader = make_loader(source, tokenizer, batch, workers, on_device=True, decode=way)
+        row = Row(contender=f"medvl: loader, {workers} workers, decoded {where}", unit=UNIT)
+        row.rate = rate_of(loader, bench.size(6.0, 0.1), bench.device)
+        rows.append(row)
+    on_device, by_workers = rows
+    times = ratio(on_device.rate, by_workers.rate)
+    return report(rows, {UNIT: on_device.rate, "times decoding by the workers": times})
+
+
+def rate_of(loader: Loader, seconds: float, device: torch.device | None = None) -> float:
+    """Return images per second over whole epochs, after a first one in which the workers start,
+    with the work of a device that augments.
+    """
+
+    def epoch() -> int:
+        images = 0
+        for batch in loader:
+            images += len(batch)
+            if device is not None:
+                augment_batch(batch.to(device, non_blocking=True))
+        if device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return images
+
+    epoch()
     images, started = 0, time.perf_counter()
     while not images or time.perf_counter() - started < seconds:
-        images += sum(len(batch) for batch in loader)
+        images += epoch()
     return images / (time.perf_counter() - started)
 
 
@@ -299,6 +330,22 @@ LINES = (
         ),
         seconds=25,
         function=measure_loader,
+    ),
+    Line(
+        name="loader-device",
+        device="gpu",
+        measures="loader whose 512 px JPEG files are decoded and augmented on the GPU",
+        unit=UNIT,
+        rows=(
+            TableRow(
+                title="`loader-device`: 512 px JPEG, decoded on the GPU",
+                target="12,000 images/s",
+                peer="decoded by the workers: {rows[1].rate:,.0f} images/s",
+                ours="{images/s:,.0f} images/s",
+            ),
+        ),
+        seconds=30,
+        function=measure_decoding_on_device,
     ),
     Line(
         name="nvjpeg",

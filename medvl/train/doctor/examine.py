@@ -479,6 +479,7 @@ def _faster_step(exam: Examination, settings: Settings) -> Iterator[str]:
 
 
 def _faster_loader(exam: Examination, data: Any, part: Limit) -> Iterator[str]:
+    image = getattr(data, "image", None)
     spare = exam.cores - exam.workers - (exam.threads if exam.device == "CPU" else 1)
     if spare > 0 and part != "disk":
         workers = min(
@@ -494,16 +495,18 @@ def _faster_loader(exam: Examination, data: Any, part: Limit) -> Iterator[str]:
     if part == "disk":
         yield "shards on a local disk or in memory: they are read again in every epoch"
     elif part == "decode":
-        size = getattr(getattr(data, "image", None), "size", None)
+        size = getattr(image, "size", None)
         if exam.volume_bytes is not None:
             yield "smaller stored volumes: medvl shards --spacing and --size"
             return
+        if exam.memory_gb is not None and getattr(image, "decode", "device") != "device":
+            yield (
+                "--data.image.on-device True --data.image.decode device: decoding and all "
+                "augmentation on the GPU, from shards of JPEG files"
+            )
         yield f"smaller stored images: medvl shards --short-side, for training at {size} pixels"
     elif part == "augmentation":
-        if (
-            exam.memory_gb is not None
-            and getattr(getattr(data, "image", None), "on_device", True) is False
-        ):
+        if exam.memory_gb is not None and getattr(image, "on_device", True) is False:
             yield "--data.image.on-device True: all of it but the crop on the GPU"
         yield "a weaker --data.image: blur and affine cost the most"
     elif part == "text":

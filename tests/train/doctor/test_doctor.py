@@ -26,6 +26,7 @@ from medvl.data.loading.sources import Subset, no_text
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
+from medvl.data.transforms.operations import Decode
 from medvl.data.transforms.text import WholeText
 from medvl.data.volumes.transform import VolumeTransform
 from medvl.errors import ConfigError, ImageError
@@ -180,6 +181,26 @@ def test_advice_on_slow_augmentation(
     ]
     assert len(told) == lines
     assert told[-1].startswith("a weaker --data.image")
+
+
+@pytest.mark.parametrize(
+    ("decode", "memory_gb", "told"),
+    [("full", 141.0, True), ("device", 141.0, False), ("full", None, False)],
+)
+def test_advice_on_slow_decoding(
+    decode: Decode, memory_gb: float | None, told: bool, tmp_path: Path
+) -> None:
+    """The GPU can decode, where there is one that does not yet."""
+    slow = {
+        **STARVED,
+        "workers": 15,
+        "stages": Stages(disk=0, decode=1e-2, augmentation=0, text=1e-4),
+    }
+    data = Data(image=ConVIRTAugmentation(on_device=decode == "device", decode=decode))
+    chosen = dataclasses.replace(settings(tmp_path), data=data)
+    lines = advice(found(**slow, memory_gb=memory_gb), chosen)
+    assert any("--data.image.decode device" in line for line in lines) == told
+    assert lines[-1].startswith("smaller stored images")
 
 
 def test_table_lists_all_measurements(tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""Base classes of dual-encoders, which embed images and texts apart and compare them in one
-space.
-"""
+"""Base classes of dual-encoders, which embed images and texts apart, in one shared space."""
 
 import contextlib
 import dataclasses
