@@ -20,7 +20,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,7 @@ from medvl.data.annotations import all_phrases_of
 from medvl.errors import MedvlError
 from medvl.eval import Results, read_results, write_results
 from medvl.eval.core.metric_rows import measure
-from medvl.eval.dense.metrics import ImageDetections
-from medvl.eval.grounding.generalized import EXTENTS, groups_of_lines, map_boxes, phrase_metrics
+from medvl.eval.grounding.generalized import groups_of_lines, mean_place
 
 VALID = "part-0"
 FOLDS = ("part-1", "part-2", "part-3", "part-4", "part-5")
@@ -160,39 +159,18 @@ def true_boxes(folder: Path) -> list[Line]:
 
 
 def mean_places(folds: Sequence[Sequence[Line]], valid: Sequence[Line]) -> Iterator[list[Line]]:
-    """Yield the items of each fold with the boxes of the mean place of the other folds' boxes.
-
-    The share of the range above which cells belong to a box is the best for the validation images.
+    """Yield the items of each fold with the boxes of the mean place of the other folds' boxes, as
+    judged by the validation images.
     """
+    judges = [edges(line["true"]) / SIDE for line in valid]
     for number, fold in enumerate(folds):
         others = itertools.chain.from_iterable((*folds[:number], *folds[number + 1 :]))
-        covers = [cover(edges(line["true"])) for line in others if line["true"]]
-        place_HW = np.mean(covers, axis=0)
-        boxes = max((map_boxes(place_HW, extent)[0] for extent in EXTENTS), key=quality_of(valid))
+        boxes_D4 = SIDE * mean_place([edges(line["true"]) / SIDE for line in others], judges)
         placed = [
             {"x": x, "y": y, "width": right - x, "height": bottom - y, "score": 0.0}
-            for x, y, right, bottom in boxes.tolist()
+            for x, y, right, bottom in boxes_D4.tolist()
         ]
         yield [{**line, "boxes": placed} for line in fold]
-
-
-def quality_of(items: Sequence[Line]) -> Callable[[NDArray[np.float64]], float]:
-    """Return the function from boxes to their mean F1 in all items with boxes."""
-
-    def quality(boxes_D4: NDArray[np.float64]) -> float:
-        scores_D = np.zeros(len(boxes_D4))
-        detections = [ImageDetections(boxes_D4, scores_D, edges(line["true"])) for line in items]
-        return float(np.nanmean(phrase_metrics(detections, 0.0)["f1"]))
-
-    return quality
-
-
-def cover(edges_G4: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Return 1 in the pixels of boxes and 0 elsewhere."""
-    cover_HW = np.zeros((SIDE, SIDE), np.float32)
-    for left, top, right, bottom in edges_G4.round().astype(int).tolist():
-        cover_HW[top:bottom, left:right] = 1
-    return cover_HW
 
 
 def edges(boxes: Iterable[Mapping[str, Any]]) -> NDArray[np.float64]:

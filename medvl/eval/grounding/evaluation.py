@@ -331,7 +331,7 @@ class Grounding(ModelEvaluation):
     """
     valid: Path | None = None
     """shards of other patients with phrases: generalized grounding chooses its thresholds on them,
-    other protocols point at the mean place of their boxes as a baseline
+    and the mean place of their boxes is a baseline of every protocol
     """
     scores: Literal["pair", "peak"] = "pair"
     """score of a box in generalized grounding: similarity of image and phrase, or highest value of

@@ -22,6 +22,9 @@ Protocol "generalized_grounding", version 1:
 * "ap@0.5" is the average precision of all boxes over all phrases by score, without the threshold of
   scores. A box of a phrase without boxes is a false positive.
 * Target "swapped" is chance: the predictions for another patient's image and phrase.
+* Target "mean_place" needs no model: in every image, the boxes around the mean place of the
+  finding's boxes in the validation images (`mean_place`); a finding without boxes there has those
+  of all findings.
 * Intervals: the bootstrap resamples patients, with all their images and phrases. All rows share the
   resamples.
 
@@ -75,6 +78,8 @@ Scores = Literal["pair", "peak"]
 EXTENTS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Shares of a map's range that validation chooses from."""
 _OVERLAP = 0.5
+_CELLS = 384
+"""Rows and columns into which an image is divided for its mean place."""
 _PAIRS = 64
 """Images and phrases that are encoded at once."""
 _MEANS = ("recall", "precision", "f1", "union_iou", "with_box", "without_box")
@@ -98,6 +103,15 @@ class BoxedPhrase:
     query: Query
     detections: Mapping[float, ImageDetections]
     """By extent: boxes and scores, by decreasing peak, and the true boxes."""
+
+    def truth(self) -> Array:
+        """Return the true boxes (G, 4)."""
+        return next(iter(self.detections.values())).truth_G4
+
+    def sides(self) -> Array:
+        """Return (4,) width, height, width and height of the published image."""
+        height, width = published_size(self.query.sample)
+        return np.array([width, height] * 2, np.float64)
 
     def as_json(self, extent: float) -> dict[str, Any]:
         """Return one line of the predictions file, without the text of the phrase."""
@@ -173,6 +187,7 @@ def generalized_grounding(
     groups = box_groups(detections, labels, rule.least_score)
     if (partner_N := _other_patients(patients, seed)) is not None:
         groups += _swapped_groups(items, partner_N, rule)
+    groups += _place_groups(items, valid)
     metrics = phrase_metrics(detections, rule.least_score)
     results = Results(
         protocol=PROTOCOL,
@@ -441,19 +456,58 @@ def _swapped_groups(
     swapped = []
     for item, partner in zip(items, partner_N.tolist(), strict=True):
         other = items[partner]
-        height, width = published_size(item.query.sample)
-        before = published_size(other.query.sample)
         detections = other.detections[rule.extent]
-        boxes_D4 = detections.boxes_D4 * np.array([width / before[1], height / before[0]] * 2)
-        truth_G4 = item.detections[rule.extent].truth_G4
-        swapped.append(ImageDetections(boxes_D4, detections.scores_D, truth_G4))
+        boxes_D4 = detections.boxes_D4 * (item.sides() / other.sides())
+        swapped.append(ImageDetections(boxes_D4, detections.scores_D, item.truth()))
     values = phrase_metrics(swapped, rule.least_score)
     groups = [mean_metrics(_name(name), values[name][:, None], ["swapped"]) for name in _MEANS]
     return [*groups, _precision_group(swapped, "swapped")]
 
 
+def _place_groups(items: Sequence[BoxedPhrase], valid: Sequence[BoxedPhrase]) -> list[MetricGroup]:
+    """Return the metrics of mean places, for which no score leaves out a phrase."""
+    truths: dict[str | None, list[Array]] = {}
+    for item in valid:
+        truth_G4 = item.truth() / item.sides()
+        if len(truth_G4):
+            truths.setdefault(item.query.phrase.label, []).append(truth_G4)
+            truths.setdefault(None, []).append(truth_G4)
+    places = {label: mean_place(each, each) for label, each in truths.items()}
+    placed = []
+    for item in items:
+        boxes_D4 = places.get(item.query.phrase.label, places[None]) * item.sides()
+        placed.append(ImageDetections(boxes_D4, np.zeros(len(boxes_D4)), item.truth()))
+    values = phrase_metrics(placed, -np.inf)
+    names = ("recall", "precision", "f1", "union_iou")
+    return [mean_metrics(_name(name), values[name][:, None], ["mean_place"]) for name in names]
+
+
+def mean_place(truths: Sequence[Array], judges: Sequence[Array]) -> Array:
+    """Return the boxes (D, 4) around the mean place of boxes, by the rule "components".
+
+    Args:
+        truths: boxes (G, 4) of each image, as shares of its width and height.
+        judges: those of the images whose mean F1 chooses the share of the range.
+    """
+    cover_HW = np.zeros((_CELLS, _CELLS))
+    for truth_G4 in truths:
+        inside_HW = np.zeros((_CELLS, _CELLS), np.bool_)
+        for left, top, right, bottom in (truth_G4 * _CELLS).round().astype(int).tolist():
+            inside_HW[top:bottom, left:right] = True
+        cover_HW += inside_HW
+
+    def quality(boxes_D4: Array) -> float:
+        scores_D = np.zeros(len(boxes_D4))
+        detections = [ImageDetections(boxes_D4, scores_D, truth_G4) for truth_G4 in judges]
+        return float(np.nanmean(phrase_metrics(detections, -np.inf)["f1"]))
+
+    return max((map_boxes(cover_HW, extent)[0] / _CELLS for extent in EXTENTS), key=quality)
+
+
 def groups_of_lines(lines: Lines, results: Results) -> list[MetricGroup]:
-    """Return the metrics of any items from their lines, without those of swapped images."""
+    """Return the metrics of any items from their lines, without those of swapped images and mean
+    places.
+    """
     least_score = results.config["least_score"]
     detections = [
         ImageDetections(

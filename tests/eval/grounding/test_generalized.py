@@ -25,6 +25,7 @@ from medvl.eval.grounding.generalized import (
     generalized_grounding,
     groups_of_lines,
     map_boxes,
+    mean_place,
     phrase_metrics,
     union_iou,
 )
@@ -142,6 +143,16 @@ def test_metrics_of_phrases_match_by_hand() -> None:
         np.testing.assert_allclose(values[name], value_N)
 
 
+def test_mean_place_is_what_most_boxes_share() -> None:
+    """Two of three boxes share a part. Its box suits wide boxes less than the box of all."""
+    one, other = np.array([[0.0, 0, 0.5, 0.5]]), np.array([[0.25, 0, 0.5, 0.5]])
+    far = np.array([[0.75, 0.75, 1, 1]])
+    np.testing.assert_allclose(mean_place([other, other, one, far], [other]), other)
+    np.testing.assert_allclose(mean_place([one, other, other], [one]), one)
+    both = mean_place([one, far], [np.concatenate([one, far])])
+    np.testing.assert_allclose(sorted(both.tolist()), np.concatenate([one, far]))
+
+
 # A model that knows the phrases
 
 
@@ -194,6 +205,8 @@ def test_a_model_that_knows_its_phrases_finds_every_box_and_no_other(
     assert (row("recall@0.5", "2 boxes").value, row("recall@0.5", "2 boxes").n) == (1, 4)
     assert row("recall@0.5", "swapped").value < 0.8
     assert row("ap@0.5", "swapped").value < 0.8
+    assert 0.8 < row("f1@0.5", "mean_place").value < 1  # its boxes have few places
+    assert row("f1@0.5", "mean_place").n == row("f1@0.5", "overall").n
     details = result.results.details
     assert (details["phrases"], details["phrases_with_boxes"]) == (24, 14)
     assert result.results.config["extent"] == 0.5  # half of the interpolated height is the cell
@@ -209,7 +222,11 @@ def test_rows_are_those_of_the_predictions(result: GeneralizedResult, tmp_path: 
     assert read == lines
     groups = groups_of_lines(read, read_results(tmp_path))
     values = {row.name: row.value for row in measure(groups, len(read), resamples=0)}
-    expected = {row.name: row.value for row in result.results.rows if row.target != "swapped"}
+    expected = {
+        row.name: row.value
+        for row in result.results.rows
+        if row.target not in ("swapped", "mean_place")
+    }
     np.testing.assert_allclose(list(values.values()), list(expected.values()))
     assert list(values) == list(expected)
 
