@@ -339,7 +339,7 @@ class TrainConfig:
 
     def scaled(self, optim: OptimConfig, total_steps: int) -> tuple[OptimConfig, Self]:
         """Return optimiser and settings of a run of so many steps: as they are, unless
-        `scale_below` shortens them.
+        `scale_below` shortens them, which is logged.
         """
         meant = self.scale_below
         if meant is None or total_steps >= meant:
@@ -355,6 +355,19 @@ class TrainConfig:
             validate_every=shorter(self.validate_every),
             checkpoint_every=shorter(self.checkpoint_every),
         )
+        intervals = [
+            ("--optim.schedule.warmup-steps", optim.schedule.warmup_steps, warmup),
+            ("--train.validate-every", self.validate_every, train.validate_every),
+            ("--train.checkpoint-every", self.checkpoint_every, train.checkpoint_every),
+        ]
+        changes = [f"{name} {given} is {now}" for name, given, now in intervals if given != now]
+        if changes:
+            _log.info(
+                "%d steps are fewer than --train.scale-below %d: %s; None takes them as given",
+                total_steps,
+                meant,
+                ", ".join(changes),
+            )
         return dataclasses.replace(optim, schedule=schedule), train
 
     def warn_of_short_run(self, optim: OptimConfig, total_steps: int, *, validates: bool) -> None:

@@ -282,13 +282,21 @@ def test_train_config_flags_are_stable() -> None:
 @pytest.mark.parametrize(
     ("steps", "warmup", "every"), [(1000, 100, 250), (999, 99, 249), (42, 4, 10), (3, 0, 1)]
 )
-def test_short_runs_scale_what_counts_steps(steps: int, warmup: int, every: int) -> None:
+def test_short_runs_scale_what_counts_steps(
+    steps: int, warmup: int, every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "medvl")
     train = TrainConfig(
         run_dir=Path("r"), epochs=1, global_batch=4, scale_below=1000, validate_every=250
     )
     optim, scaled = train.scaled(OptimConfig(schedule=Cosine(warmup_steps=100, min_lr=1e-6)), steps)
     assert optim.schedule == Cosine(warmup_steps=warmup, min_lr=1e-6)
     assert (scaled.validate_every, scaled.checkpoint_every) == (every, "epoch")
+    told = (
+        f"{steps} steps are fewer than --train.scale-below 1000: --optim.schedule.warmup-steps 100 "
+        f"is {warmup}, --train.validate-every 250 is {every}; None takes them as given"
+    )
+    assert caplog.messages == ([told] if steps < 1000 else [])
     longer = dataclasses.replace(train, scale_below=None)
     assert longer.scaled(OptimConfig(), steps) == (OptimConfig(), longer)
 
